@@ -1,0 +1,178 @@
+"""What the cache needs of a model engine: the ``KVModel`` and ``Session`` protocols.
+
+An engine holds one context. A :class:`Session` has exclusive use of it and builds one prompt from left to right:
+tokens are either *decoded* (computed by the model) or *taken* from KV that was staged before. Staged KV lies in a
+library of prompt positions, so what is taken may be chosen after it has been staged.
+
+    with model.session() as s:
+        s.decode(prefix_ids)                       # positions 0 .. P
+        target = s.stage(positions)                # rows for the library, at their final prompt positions
+        codec.decode_into(bitstream, target)
+        s.commit(target)
+        s.decode(document_ids[:8])                 # P .. P+8: recomputed heads
+        s.take(P + 8, P + n)                       # the rest from the library
+        s.decode(question_ids)
+        for token in s.generate(sampling): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachegen_rag.fingerprint import ModelFingerprint
+from cachegen_rag.kv import KV, KVShape
+from cachegen_rag.rope import RopeSpec
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. ``temperature=0`` is greedy; the other fields follow llama.cpp's meaning.
+
+    ``stop`` holds strings: generation ends before the first of them, which is not returned.
+    ``seed=None`` draws a fresh one. ``grammar`` is GBNF text. ``logprobs`` asks for that many alternatives a token.
+    Penalties look back over ``repeat_last_n`` tokens of the whole prompt, spliced tokens included.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repeat_last_n: int = 64
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    grammar: str | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token: its id, the text it completes (may be empty inside a character), why it is the last."""
+
+    id: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: str | None = None  # "stop" or "length" on the last token
+
+
+@dataclass(eq=False)
+class KVTarget:
+    """Memory that an engine hands out for decoded KV, in its own dtype and layout.
+
+    keys : one writable array a layer, ``[tokens, kv_heads, key_dim]``, pair layout ``rope.layout``; any strides.
+    values : one writable array a layer, ``[tokens, kv_heads, value_dim]``; any strides.
+    positions : int32 ``[tokens]``, the prompt position every row is rotated to.
+    rope : how the engine rotates; the decoder applies it to the keys.
+    """
+
+    keys: Sequence[Any]
+    values: Sequence[Any]
+    positions: NDArray[np.int32]
+    rope: RopeSpec
+    state: Any = field(default=None, repr=False)  # the engine's own
+
+    def rows(self, start: int, stop: int) -> KVTarget:
+        """The part of the target that holds rows ``start`` to ``stop`` (views of the same memory)."""
+        return KVTarget(
+            [k[start:stop] for k in self.keys],
+            [v[start:stop] for v in self.values],
+            self.positions[start:stop],
+            self.rope,
+            self.state,
+        )
+
+
+class Session(Protocol):
+    """One prompt under construction, with exclusive use of the engine's context. Not thread-safe."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in the prompt so far; the next token has this position."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of those tokens."""
+
+    def decode(self, token_ids: Sequence[int], *, logits: bool = False) -> NDArray[np.float32] | None:
+        """Compute ``token_ids`` at the end of the prompt. ``logits=True`` returns float32 ``[tokens, vocabulary]``.
+
+        Raises ContextOverflowError when they do not fit, before any compute.
+        """
+
+    def stage(self, positions: NDArray[np.int32]) -> KVTarget:
+        """Memory for KV rows at these prompt positions (strictly increasing)."""
+
+    def commit(self, target: KVTarget, token_ids: Sequence[int] | None = None) -> None:
+        """Put a filled target into the library. Rows staged before at other positions stay."""
+
+    def take(self, start: int, stop: int, token_ids: Sequence[int]) -> None:
+        """Append the library's rows at prompt positions ``start`` to ``stop``; ``start`` must equal ``length``.
+
+        Positions that the library lacks inside the run are legal (a pruned cache). ``token_ids`` are the ids of all
+        positions of the run, ``stop - start`` of them.
+        """
+
+    def export(self, start: int, stop: int) -> KV:
+        """The KV of prompt positions ``start`` to ``stop``, rotation removed, positions counted from ``start``."""
+
+    def truncate(self, length: int) -> None:
+        """Drop everything at positions ``length`` and beyond from the prompt (the library stays)."""
+
+    def generate(self, sampling: Sampling) -> Iterator[Token]:
+        """Generate from the end of the prompt; at least one token must have been decoded last, not taken."""
+
+
+class KVModel(Protocol):
+    """A model engine whose KV can be exported and spliced. Everything loads lazily, on first use."""
+
+    @property
+    def name(self) -> str:
+        """A short name for records and reports."""
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        """The identity of this model's KV."""
+
+    @property
+    def shape(self) -> KVShape: ...
+
+    @property
+    def rope(self) -> RopeSpec: ...
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that prompt and answer may have together."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why this model is not spliced, or None. A refused model answers by plain prefill."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id a prompt must begin with, or None if this model takes none."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own Jinja chat template."""
+
+    def tokenize(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of ``text``, without BOS or EOS added. ``special=False`` keeps control-token markup plain text."""
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``; undecodable bytes become U+FFFD."""
+
+    def session(self) -> AbstractContextManager[Session]:
+        """Exclusive use of the context with an empty prompt; waits for the session before it."""
+
+    def close(self) -> None:
+        """Free the engine. Idempotent."""
