@@ -109,6 +109,13 @@ class Session(Protocol):
         Raises ContextOverflowError when they do not fit, before any compute.
         """
 
+    def decode_with_queries(self, token_ids: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Like ``decode(..., logits=True)``, and the queries of these tokens as the engine computed them.
+
+        Returns logits ``[tokens, vocabulary]`` and queries float32 ``[layers, tokens, heads, key_dim]``, rotation
+        removed, interleaved pairs. For calibration and for query-aware recompute selection.
+        """
+
     def stage(self, positions: NDArray[np.int32]) -> KVTarget:
         """Memory for KV rows at these prompt positions (strictly increasing)."""
 
