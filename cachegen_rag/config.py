@@ -1,0 +1,212 @@
+"""Settings: pydantic models built from keywords, a YAML file and ``CACHEGEN_RAG_...`` environment variables.
+
+>>> settings = Settings(store={"size_limit": "2GiB"}, stream={"slo": "250ms"})
+>>> settings.store.size_limit, settings.stream.slo
+(2147483648, 0.25)
+>>> load_settings(environment=False, store={"size_limit": "2GB!"})
+Traceback (most recent call last):
+    ...
+cachegen_rag.errors.ConfigError: store.size_limit = '2GB!': not a size; write bytes or one like 500MB or 2GiB
+
+Keywords win over the environment, the environment over the file, the file over the defaults. Environment and file
+need the ``settings`` extra; nested fields are joined by two underscores: ``CACHEGEN_RAG_STORE__SIZE_LIMIT=2GiB``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+
+from cachegen_rag.errors import ConfigError, MissingDependencyError
+
+ENV_PREFIX = "CACHEGEN_RAG_"
+MAX_CONTEXT = 1 << 20
+"""Upper limit of ``model.n_ctx``, tokens."""
+MIN_STORE_BYTES = 1 << 20
+"""Lower limit of ``store.size_limit``: a smaller store could not hold one document."""
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?i?b?)", re.IGNORECASE)
+_SCALE = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>us|ms|s|sec|min|m|h|d)?", re.IGNORECASE)
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_size(value: object) -> int:
+    """Bytes from an int or from text such as ``"500MB"`` (10^6) or ``"2GiB"`` (2^30). Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not a size; write bytes or one like 500MB or 2GiB")
+    unit = match["unit"].lower()
+    scale = 1024 if "i" in unit else 1000
+    return int(float(match["number"]) * scale ** _SCALE[unit.rstrip("b").rstrip("i")])
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from a number or from text such as ``"250ms"``, ``"2s"``, ``"5min"`` or ``"1h"``. Raises ValueError."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not a duration; write seconds or one like 250ms, 2s, 5min or 1h")
+    return float(match["number"]) * _SECONDS[(match["unit"] or "s").lower()]
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+"""A number of bytes, or text such as ``"2GiB"``."""
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+"""Seconds, or text such as ``"250ms"``."""
+
+
+def user_cache() -> Path:
+    """Where this user's store and index lie: ``$XDG_CACHE_HOME/cachegen-rag``, by default ``~/.cache/cachegen-rag``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "cachegen-rag"
+
+
+def default_store_url() -> str:
+    """The ``file://`` URL of this user's store."""
+    return (user_cache() / "store").as_uri()
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSettings(_Section):
+    """The model and the context it answers in."""
+
+    path: Path | None = Field(default=None, description="GGUF file; none takes the small model of the demo extra")
+    n_ctx: int = Field(
+        default=8192, ge=64, le=MAX_CONTEXT, description="tokens that prompt and answer may have together"
+    )
+    n_batch: int = Field(default=512, ge=1, le=MAX_CONTEXT, description="tokens computed at once in a prefill")
+    n_threads: int | None = Field(default=None, ge=1, description="threads that compute; none takes all cores")
+
+
+class StoreSettings(_Section):
+    """Where compressed KV is kept."""
+
+    url: str = Field(default_factory=default_store_url, description="a directory, file://, memory:// or http(s)://")
+    size_limit: Size = Field(
+        default=10 << 30, ge=MIN_STORE_BYTES, description="bytes a directory may take before it evicts"
+    )
+    token: SecretStr | None = Field(default=None, description="bearer token of an HTTP store")
+    salt: SecretStr | None = Field(default=None, description="keeps the keys of tenants of one store apart")
+    timeout: Duration = Field(10.0, gt=0, description="how long one request to an HTTP store may take")
+
+
+class CodecSettings(_Section):
+    """How KV is compressed."""
+
+    profile: Path | None = Field(
+        default=None, description="profile made by `calibrate`; none takes the one shipped or generic"
+    )
+    level: int | None = Field(default=None, ge=0, description="0 is the finest; none takes the profile's default")
+
+
+class StreamSettings(_Section):
+    """How KV is fetched while a prompt is built."""
+
+    slo: Duration | None = Field(
+        default=None, gt=0, description="time to first token to keep; picks levels on a slow link"
+    )
+
+
+class Settings(_Section):
+    """All settings. Fields are frozen; use ``model_copy(update=...)`` for another set."""
+
+    model: ModelSettings = ModelSettings()
+    store: StoreSettings = Field(default_factory=StoreSettings)
+    codec: CodecSettings = CodecSettings()
+    stream: StreamSettings = StreamSettings()
+    index: Path = Field(
+        default_factory=lambda: user_cache() / "index.jsonl",
+        description="texts that `prefill` split and `ask` searches",
+    )
+    recompute: int | None = Field(
+        None, ge=0, description="tokens recomputed at the head of each document; none measures"
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
+
+
+def explain(error: ValidationError) -> str:
+    """One line a field: its path, the value that was given and what is accepted. Secrets are not shown."""
+    lines = []
+    for item in error.errors(include_url=False):
+        name = ".".join(str(part) for part in item["loc"]) or "settings"
+        message = item["msg"].removeprefix("Value error, ")
+        secret = name.endswith(("token", "salt")) or item["type"] == "missing"
+        value = "" if secret else f" = {item['input']!r:.80}"
+        if item["type"] == "extra_forbidden":
+            value, message = "", "no such setting"
+        lines.append(f"{name}{value}: {message}")
+    return "\n".join(lines)
+
+
+def load_settings(file: str | Path | None = None, *, environment: bool = True, **values: Any) -> Settings:
+    """Settings from keywords, the environment and a YAML file, in that order of precedence.
+
+    Raises
+    ------
+    ConfigError
+        A value is wrong or unknown (the message names every such field), or the file cannot be read.
+    MissingDependencyError
+        A file or environment variables are given and the ``settings`` extra is not installed.
+    """
+    names = [name for name in os.environ if name.upper().startswith(ENV_PREFIX)] if environment else []
+    for name in names:
+        section = name[len(ENV_PREFIX) :].lower().split("__")[0]
+        if section not in Settings.model_fields and "__" in name:
+            raise ConfigError(f"environment {name}: no such setting; sections are {', '.join(Settings.model_fields)}")
+    has_environment = bool(names)
+    try:
+        if file is None and not has_environment:
+            return Settings(**values)
+        return _from_sources(Path(file) if file is not None else None, has_environment, values)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+def _from_sources(file: Path | None, environment: bool, values: Mapping[str, Any]) -> Settings:
+    try:
+        import yaml
+        from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSource, SettingsConfigDict
+        from pydantic_settings.exceptions import SettingsError
+    except ImportError as error:
+        raise MissingDependencyError(
+            "settings from a file or the environment need pydantic-settings and pyyaml: "
+            "pip install 'cachegen-rag[settings]'"
+        ) from error
+
+    from_file: Any = {}
+    if file is not None:
+        try:
+            from_file = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read settings from {file}: {error}") from None
+        if not isinstance(from_file, dict):
+            raise ConfigError(f"{file} must hold a mapping of settings, got {type(from_file).__name__}")
+
+    class Sources(Settings, BaseSettings):
+        model_config = SettingsConfigDict(
+            env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, env_ignore_empty=True
+        )
+
+        @classmethod
+        def settings_customise_sources(cls, settings_cls: type[BaseSettings], *args: Any, **sources: Any) -> Any:
+            order: list[Any] = [InitSettingsSource(settings_cls, init_kwargs=dict(values))]
+            if environment:
+                order.append(EnvSettingsSource(settings_cls))
+            return (*order, InitSettingsSource(settings_cls, init_kwargs=from_file))
+
+    try:
+        merged = Sources()
+    except SettingsError as error:
+        raise ConfigError(f"environment {ENV_PREFIX}*: {error}") from None
+    return Settings(**merged.model_dump(exclude_unset=True))
