@@ -98,7 +98,7 @@ class StoreSettings(_Section):
     )
     token: SecretStr | None = Field(default=None, description="bearer token of an HTTP store")
     salt: SecretStr | None = Field(default=None, description="keeps the keys of tenants of one store apart")
-    timeout: Duration = Field(10.0, gt=0, description="how long one request to an HTTP store may take")
+    timeout: Duration = Field(default=10.0, gt=0, description="how long one request to an HTTP store may take")
 
 
 class CodecSettings(_Section):
@@ -122,7 +122,7 @@ class Settings(_Section):
     """All settings. Fields are frozen; use ``model_copy(update=...)`` for another set."""
 
     model: ModelSettings = ModelSettings()
-    store: StoreSettings = Field(default_factory=StoreSettings)
+    store: StoreSettings = Field(default_factory=lambda: StoreSettings())
     codec: CodecSettings = CodecSettings()
     stream: StreamSettings = StreamSettings()
     index: Path = Field(
@@ -206,7 +206,7 @@ def _from_sources(file: Path | None, environment: bool, values: Mapping[str, Any
             return (*order, InitSettingsSource(settings_cls, init_kwargs=from_file))
 
     try:
-        merged = Sources()
+        merged = Sources(recompute=None)
     except SettingsError as error:
         raise ConfigError(f"environment {ENV_PREFIX}*: {error}") from None
     return Settings(**merged.model_dump(exclude_unset=True))
