@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import google_crc32c
@@ -126,7 +127,7 @@ class Bitstream:
         except CorruptBitstreamError as error:
             raise EncodeError(f"the chunk does not fit the bitstream format: {error}") from None
         names = [(kind, index) for kind, index, _ in sections]
-        if any(b <= a for a, b in zip(names, names[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(names)):
             raise EncodeError(f"sections must be strictly increasing in (type, index), got {names[:8]}")
         size = _FIXED.size + 8 * len(runs) + id_width * len(ids) + _SECTION.size * len(sections) + _CRC.size
         header_bytes = size + -size % ALIGNMENT
@@ -270,7 +271,7 @@ def _require(view: memoryview, size: int, what: str) -> None:
 
 def _sections(view: memoryview, at: int, entries: list[tuple[int, int, int, int]]) -> tuple[Section, ...]:
     """Check the section table against the bytes that are there, then every checksum."""
-    if any(b[:2] <= a[:2] for a, b in zip(entries, entries[1:], strict=False)):
+    if any(b[:2] <= a[:2] for a, b in pairwise(entries)):
         raise CorruptBitstreamError("the section table is not strictly increasing in (type, index)")
     end = at + sum(length + -length % ALIGNMENT for _, _, length, _ in entries)
     _require(view, end, "sections")
@@ -312,7 +313,7 @@ def _unpack_ids(packed: NDArray[np.uint8]) -> NDArray[np.int32]:
         raise CorruptBitstreamError(f"token ids stored in {width} bytes fit in fewer")
     wide = np.zeros((tokens, 4), np.uint8)
     wide[:, :width] = packed
-    ids = wide.view("<u4")[:, 0]
-    if int(ids.max()) > MAX_TOKEN_ID:
+    ids: NDArray[np.int32] = wide.view("<i4")[:, 0].astype(np.int32)
+    if int(ids.min()) < 0:
         raise CorruptBitstreamError(f"a token id exceeds {MAX_TOKEN_ID}")
-    return ids.astype(np.int32)
+    return ids
