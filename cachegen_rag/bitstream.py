@@ -304,7 +304,8 @@ def _expand_runs(runs: NDArray[np.int64], tokens: int) -> NDArray[np.int32]:
     if int((first + length).max()) - 1 > MAX_POSITION:
         raise CorruptBitstreamError(f"a position exceeds {MAX_POSITION}")
     offsets = np.cumsum(length) - length
-    return (np.arange(tokens) + np.repeat(first - offsets, length)).astype(np.int32)
+    positions: NDArray[np.int32] = (np.arange(tokens) + np.repeat(first - offsets, length)).astype(np.int32)
+    return positions
 
 
 def _unpack_ids(packed: NDArray[np.uint8]) -> NDArray[np.int32]:
