@@ -10,7 +10,7 @@ from typing import Any
 
 from cachegen_rag import manifest as manifests
 from cachegen_rag.bitstream import MAGIC, Bitstream
-from cachegen_rag.errors import BitstreamError, ConfigError, CorruptBitstreamError
+from cachegen_rag.errors import BitstreamError, ConfigError, StoreError
 from cachegen_rag.fingerprint import content_hash
 from cachegen_rag.manifest import Manifest
 from cachegen_rag.stores.base import Namespace, Store
@@ -184,3 +184,32 @@ def _read_manifest(store: Store, key: str) -> Manifest | None:
     """The manifest under ``key``, or None if it is gone. Raises BitstreamError if it cannot be trusted."""
     data = store.get("ac", key, max_bytes=manifests.MAX_MANIFEST_BYTES)
     return Manifest.from_bytes(data).expect(key=key) if data is not None else None
+
+
+def delete_document(store: Store, key: str) -> bool:
+    """Delete a manifest, then its objects unless another manifest names them. False if there was no such document.
+
+    A store that cannot list keeps the objects: they are immutable and its own eviction removes them.
+    """
+    try:
+        manifest = _read_manifest(store, key)
+    except BitstreamError:
+        return store.delete("ac", key)
+    if manifest is None:
+        return False
+    store.delete("ac", key)
+    orphans = {segment.sha256 for segment in manifest.segments()}
+    try:
+        others = list(store.keys("ac"))
+    except StoreError:
+        return True
+    for other in others:
+        try:
+            rest = _read_manifest(store, other)
+        except BitstreamError:
+            continue
+        if rest is not None:
+            orphans -= {segment.sha256 for segment in rest.segments()}
+    for name in orphans:
+        store.delete("cas", name)
+    return True

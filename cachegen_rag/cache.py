@@ -1,0 +1,416 @@
+"""KVCache: what an application holds. Documents go in once; prompts that contain them start answering sooner."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cachegen_rag import upkeep
+from cachegen_rag.assembly import Assembler, Source, heads
+from cachegen_rag.codec import Codec
+from cachegen_rag.codec.profile import Profile
+from cachegen_rag.errors import BitstreamError, CacheGenError, ConfigError, ContextOverflowError, StoreError
+from cachegen_rag.library import CHUNK_TOKENS, Library
+from cachegen_rag.loading import Loader
+from cachegen_rag.metrics import RequestRecord
+from cachegen_rag.models.base import KVModel, Sampling, Token
+from cachegen_rag.profiles import find_profile
+from cachegen_rag.prompt import Document, KnownTexts, Message, Prompt, build_prompt, document_tokens, with_documents
+from cachegen_rag.stores.base import Store, open_store
+from cachegen_rag.warm import WarmContext
+
+log = logging.getLogger(__name__)
+
+DEFAULT_RECOMPUTE = 0
+"""Leading tokens of each spliced document that are computed anew."""
+
+Progress = Callable[[int, int], None]
+"""Called with the number of documents done and the number of all."""
+
+
+@dataclass
+class PrefillReport:
+    """What ``prefill`` did. ``skipped`` holds ``(doc_id or start of the text, reason)``; ``bytes`` were stored anew."""
+
+    documents: int = 0
+    computed: int = 0
+    present: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A JSON-ready copy."""
+        return dataclasses.asdict(self)
+
+
+@dataclass
+class CacheStats:
+    """Counts since the cache was opened, and what the store holds now (None where a store cannot tell)."""
+
+    requests: int = 0
+    hits: int = 0
+    misses: int = 0
+    miss_reasons: dict[str, int] = field(default_factory=dict)
+    spliced_tokens: int = 0
+    recomputed_tokens: int = 0
+    prompt_tokens: int = 0
+    bytes_fetched: int = 0
+    store_bytes: int | None = None
+    store_documents: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """A JSON-ready copy."""
+        return dataclasses.asdict(self)
+
+
+class Stream:
+    """The tokens of one answer as they are generated. Iterate it; ``record`` is complete when it ends.
+
+    ``close()`` cancels: the model is free again after the decode step under way.
+    """
+
+    def __init__(self, record: RequestRecord, tokens: Iterator[Token]) -> None:
+        self.record = record
+        self._tokens = tokens
+
+    def __iter__(self) -> Iterator[Token]:
+        return self
+
+    def __next__(self) -> Token:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """Stop generating and free the model. Idempotent."""
+        close = getattr(self._tokens, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def text(self) -> str:
+        """Generate to the end and return the answer."""
+        return "".join(token.text for token in self)
+
+
+class KVCache:
+    """Compressed KV caches of documents for one model in one store. Thread-safe.
+
+    Parameters
+    ----------
+    model : the engine. It loads on first use.
+    store : a Store or a URL for ``open_store`` (``file://...``, ``memory://``, ``https://...``).
+    profile : a codec Profile or the path of one; by default the one shipped for this model, else the one kept in
+        the store, else one is calibrated from the first documents that are prefilled.
+    level : quantization level that is read, 0 the finest; by default the profile's default level.
+    levels : levels that are stored; by default the level that is read, on a remote store all lossy ones from the
+        finest on.
+    recompute : leading tokens of each spliced document that are computed anew.
+    chunk_tokens : tokens of an independently decodable chunk.
+    max_document_tokens : longer documents are cut, at index time and in prompts alike.
+    salt : keeps the keys of tenants of one store apart.
+    splice : False answers every request by plain prefill (and still stores documents).
+    on_request : called with every finished RequestRecord.
+
+    Raises
+    ------
+    ConfigError, StoreError
+        A setting is wrong; the store cannot be opened. Problems of single requests never raise because of stored
+        bytes: they are answered from the text, with the reason in the record.
+    """
+
+    def __init__(
+        self,
+        model: KVModel,
+        store: Store | str | Path,
+        *,
+        profile: Profile | str | Path | None = None,
+        level: int | None = None,
+        levels: Sequence[int] | None = None,
+        recompute: int = DEFAULT_RECOMPUTE,
+        chunk_tokens: int = CHUNK_TOKENS,
+        max_document_tokens: int | None = None,
+        salt: str = "",
+        splice: bool = True,
+        on_request: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        if recompute < 0:
+            raise ConfigError(f"recompute = {recompute}: must be a number of tokens from 0")
+        if chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens = {chunk_tokens}: must be at least 1")
+        if max_document_tokens is not None and max_document_tokens < 1:
+            raise ConfigError(f"max_document_tokens = {max_document_tokens}: must be at least 1")
+        self.model = model
+        self.store: Store = open_store(store) if isinstance(store, (str, Path)) else store
+        self.recompute = recompute
+        self.known = KnownTexts()
+        self._profile = profile
+        self._level, self._levels = level, levels
+        self._chunk_tokens = chunk_tokens
+        self._max_document_tokens = max_document_tokens
+        self._salt = salt
+        self._splice = splice
+        self._on_request = on_request
+        self._warm: WarmContext | None = None
+        self._library: Library | None = None
+        self._loader: Loader | None = None
+        self._setup = threading.RLock()
+        self._counting = threading.Lock()
+        self._stats = CacheStats()
+        self._reasons: Counter[str] = Counter()
+
+    # ---- what the cache stands on, made on first use ----
+
+    @property
+    def refusal(self) -> str | None:
+        """Why nothing is spliced (the model's or the settings' reason), or None."""
+        return "splicing is switched off" if not self._splice else self.model.refusal
+
+    @property
+    def warm(self) -> WarmContext:
+        """The context documents are computed behind."""
+        with self._setup:
+            if self._warm is None:
+                self._warm = WarmContext.for_model(self.model)
+            return self._warm
+
+    def library(self, texts: Sequence[str] = ()) -> Library | None:
+        """The stored documents, or None while no codec profile is known; ``texts`` lets one be calibrated."""
+        with self._setup:
+            if self._library is None:
+                profile = find_profile(self.model, self.store, self._profile, self._salt, texts)
+                if profile is None:
+                    return None
+                fingerprint = dataclasses.replace(self.model.fingerprint, context=self.warm.digest)
+                codec = Codec(profile, fingerprint.digest())
+                for level in (*(self._levels or ()), *(() if self._level is None else (self._level,))):
+                    codec.check_level(level)
+                self._library = Library(self.store, codec, self._salt)
+                self._loader = Loader(self.store, codec)
+            return self._library
+
+    def level(self, codec: Codec) -> int:
+        """The level that is read."""
+        return codec.default_level if self._level is None else self._level
+
+    def stored_levels(self, codec: Codec) -> tuple[int, ...]:
+        """The levels that are stored."""
+        if self._levels is not None:
+            return tuple(sorted({*self._levels}))
+        return tuple(sorted(codec.lossy_levels)) if self.store.remote else (self.level(codec),)
+
+    # ---- documents ----
+
+    def prefill(self, documents: Iterable[Any], progress: Progress | None = None) -> PrefillReport:
+        """Compute, encode and store the KV of every document that is not stored yet.
+
+        ``documents`` are texts, :class:`~cachegen_rag.prompt.Document` or anything with ``page_content``. May be
+        interrupted and run again, by several threads and processes at once.
+
+        Raises StoreError if the store cannot be written. A document that cannot be stored otherwise (too long for
+        the context, a model that is not spliced) is skipped with its reason.
+        """
+        began = time.perf_counter()
+        items = [as_document(document) for document in documents]
+        report = PrefillReport(documents=len(items))
+        library = None if self.model.refusal else self.library([item.text for item in items])
+        for done, item in enumerate(items):
+            if progress is not None:
+                progress(done, len(items))
+            self.known.add(item)
+            if library is None:
+                reason = self.model.refusal or "no codec profile: there is no text to calibrate one from"
+                report.skipped.append((item.doc_id or item.text[:40], reason))
+                continue
+            try:
+                self._prefill_one(library, item, report)
+            except (ContextOverflowError, BitstreamError, ValueError) as error:
+                report.skipped.append((item.doc_id or item.text[:40], str(error)))
+        if progress is not None:
+            progress(len(items), len(items))
+        report.seconds = time.perf_counter() - began
+        return report
+
+    def _prefill_one(self, library: Library, item: Document, report: PrefillReport) -> None:
+        ids, _ = document_tokens(self.model, item.text, self._max_document_tokens)
+        if not ids:
+            report.skipped.append((item.doc_id or "", "the document is empty"))
+            return
+        key = library.key(ids)
+        levels = self.stored_levels(library.codec)
+        if library.contains(key, levels):
+            report.present += 1
+            return
+        if self.warm.tokens + len(ids) > self.model.n_ctx:
+            raise ContextOverflowError(
+                f"the document has {len(ids)} tokens, and {self.warm.tokens} of warm context come before it, but the "
+                f"context holds {self.model.n_ctx}: split the document or load the model with a larger n_ctx"
+            )
+        with self.model.session() as session:
+            if library.contains(key, levels):  # another thread was faster
+                report.present += 1
+                return
+            kv = self.warm.compute(session, ids)
+        manifest = library.put(key, kv, levels, self._chunk_tokens)
+        report.computed += 1
+        report.tokens += len(ids)
+        report.bytes += sum(segment.length for segment in manifest.segments())
+
+    def key(self, document: Any) -> str | None:
+        """The content key of a document; None while no codec profile is known, or if the document is empty."""
+        library = self.library()
+        ids, _ = document_tokens(self.model, as_document(document).text, self._max_document_tokens)
+        return library.key(ids) if library is not None and ids else None
+
+    def contains(self, document: Any) -> bool:
+        """Whether the document's KV is stored whole at the level that is read."""
+        key, library = self.key(document), self.library()
+        return key is not None and library is not None and library.contains(key, (self.level(library.codec),))
+
+    def prefetch(self, documents: Iterable[Any]) -> None:
+        """Tell the store that these documents are about to be read. Best effort; returns at once."""
+
+    def delete(self, document: Any) -> bool:
+        """Forget a document: its manifest, and bitstreams that no other document has. False: it was not stored."""
+        item = as_document(document)
+        self.known.discard(item.text)
+        key = self.key(item)
+        return key is not None and upkeep.delete_document(self.store, key)
+
+    def verify(self, *, repair: bool = False) -> dict[str, Any]:
+        """Check every stored object; see :func:`cachegen_rag.upkeep.verify_store`."""
+        return upkeep.verify_store(self.store, repair=repair)
+
+    def stats(self) -> CacheStats:
+        """Counts since the cache was opened, and the store's size."""
+        with self._counting:
+            stats = dataclasses.replace(self._stats, miss_reasons=dict(self._reasons))
+        try:
+            stats.store_bytes = self.store.size()
+            stats.store_documents = sum(1 for _ in self.store.keys("ac"))
+        except StoreError:
+            pass
+        return stats
+
+    # ---- prompts ----
+
+    def prompt(
+        self,
+        messages: Sequence[Message | Mapping[str, str]],
+        documents: Sequence[Any] = (),
+        *,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """A prompt of chat messages, with ``documents`` in front of the last user message's text."""
+        turns = [m if isinstance(m, Message) else Message.of(m["role"], m["content"]) for m in messages]
+        turns = with_documents(turns, [as_document(document) for document in documents])
+        return build_prompt(
+            self.model, turns, max_document_tokens=self._max_document_tokens, template_args=template_args
+        )
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, spliced: bool = True) -> Stream:
+        """Answer ``prompt``. Documents whose KV is stored are spliced; ``spliced=False`` computes everything.
+
+        Raises ContextOverflowError before any compute if prompt and answer do not fit.
+        """
+        sampling = sampling or Sampling()
+        if not len(prompt):
+            raise ConfigError("the prompt is empty")
+        prompt.require_fits(self.model.n_ctx, min(sampling.max_tokens or 1, self.model.n_ctx))
+        record = RequestRecord(model=self.model.name, prompt_tokens=len(prompt))
+        return Stream(record, self._tokens(prompt, sampling, spliced, record))
+
+    def _tokens(self, prompt: Prompt, sampling: Sampling, spliced: bool, record: RequestRecord) -> Iterator[Token]:
+        began = time.perf_counter()
+        try:
+            source, refusal = self._source(spliced)
+            assembler = Assembler(source, prompt, record, refusal)
+            assembler.look_up()
+            with self.model.session() as session:
+                assembler.build(session)
+                for token in session.generate(sampling):
+                    if not record.completion_tokens:
+                        record.ttft_ms = (time.perf_counter() - began) * 1e3
+                    record.completion_tokens += 1
+                    record.finish_reason = token.finish_reason
+                    record.total_ms = (time.perf_counter() - began) * 1e3
+                    yield token
+        finally:
+            record.total_ms = (time.perf_counter() - began) * 1e3
+            self._count(record)
+
+    def _source(self, spliced: bool) -> tuple[Source | None, str | None]:
+        """What a prompt is assembled from, or why nothing is spliced. Never raises because of stored bytes."""
+        refusal = self.refusal if spliced else "spliced=False was asked for"
+        if refusal is not None:
+            return None, refusal
+        library = self.library()
+        if library is None or self._loader is None:
+            return None, "no codec profile for this model yet: prefill documents or calibrate"
+        return Source(library, self._loader, self.level(library.codec), heads(self.recompute)), None
+
+    def _count(self, record: RequestRecord) -> None:
+        documents = [segment for segment in record.segments if segment.kind == "document"]
+        with self._counting:
+            stats = self._stats
+            stats.requests += 1
+            stats.prompt_tokens += record.prompt_tokens
+            stats.spliced_tokens += record.spliced_tokens
+            stats.recomputed_tokens += record.recomputed_tokens
+            stats.bytes_fetched += record.bytes_fetched
+            for segment in documents:
+                if segment.source == "text":
+                    stats.misses += 1
+                    self._reasons[segment.reason or "unknown"] += 1
+                else:
+                    stats.hits += 1
+        if self._on_request is not None:
+            try:
+                self._on_request(record)
+            except Exception:  # an observer never fails a request
+                log.exception("on_request failed")
+
+    def close(self) -> None:
+        """Stop the loader's threads and close the store. The model stays open."""
+        with self._setup:
+            if self._loader is not None:
+                self._loader.close()
+            self.store.close()
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def as_document(item: Any) -> Document:
+    """A text, a Document, or anything with ``page_content`` (and ``id``) as a Document."""
+    if isinstance(item, Document):
+        return item
+    if isinstance(item, str):
+        return Document(item)
+    text = getattr(item, "page_content", None)
+    if not isinstance(text, str):
+        raise ConfigError(f"a document is a text or has page_content, got {type(item).__name__}")
+    return Document(text, getattr(item, "id", None))
+
+
+__all__ = ["CacheGenError", "CacheStats", "KVCache", "PrefillReport", "Stream", "as_document"]
