@@ -47,14 +47,12 @@ def open_cache(settings: Settings, *, model: KVModel | None = None, store: Store
     """A cache over the model and the store that the settings name, or over those given."""
     from cachegen_rag.cache import KVCache
 
-    codec = settings.codec
     salt = settings.store.salt.get_secret_value() if settings.store.salt is not None else ""
+    options: dict[str, Any] = {"profile": settings.codec.profile, "level": settings.codec.level, "salt": salt}
+    if settings.recompute is not None:
+        options["recompute"] = settings.recompute
     return KVCache(
         model if model is not None else open_model(settings),
         store if store is not None else open_settings_store(settings),
-        profile=codec.profile,
-        level=codec.level,
-        salt=salt,
-        recompute=settings.recompute,
-        slo=settings.stream.slo,
+        **options,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from cachegen_rag import manifest as manifests
 from cachegen_rag.bitstream import MAGIC, Bitstream
-from cachegen_rag.errors import BitstreamError, ConfigError, StoreError
+from cachegen_rag.errors import BitstreamError, ConfigError, CorruptBitstreamError, StoreError
 from cachegen_rag.fingerprint import content_hash
 from cachegen_rag.manifest import Manifest
 from cachegen_rag.stores.base import Namespace, Store

@@ -44,6 +44,7 @@ from cachegen_rag.errors import ConfigError
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import Sampling
 from cachegen_rag.opening import open_cache
+from cachegen_rag.prompt import Document
 
 if TYPE_CHECKING:
     from cachegen_rag.cache import KVCache
@@ -60,13 +61,12 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sampler, w
 def fill(cache: KVCache, passages: Sequence[Passage], quiet: bool) -> dict[str, Any]:
     """Prefill what is missing, with a progress bar on stderr."""
     with progress_bar(quiet) as bar:
-        task = bar.add_task("computing KV", total=len(passages), rate="")
+        task = bar.add_task("computing KV", total=len(passages))
 
-        def progress(done: int, total: int, tokens: int, seconds: float) -> None:
-            rate = f"{tokens / seconds:.0f} tokens/s" if tokens and seconds else "stored already"
-            bar.update(task, completed=done, total=total, rate=rate)
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
 
-        report: dict[str, Any] = cache.prefill([p.text for p in passages], progress=progress).as_dict()
+        report: dict[str, Any] = cache.prefill([Document(p.text, p.id) for p in passages], progress=progress).as_dict()
     return report
 
 
@@ -80,8 +80,6 @@ def run_answer(
     show: bool = False,
 ) -> tuple[str, RequestRecord]:
     """The answer and its record; ``show`` prints the answer while it comes."""
-    from cachegen_rag.prompt import Document
-
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Question: {question}"}]
     prompt = cache.prompt(messages, documents=[Document(p.text, p.id) for p in passages])
     stream = cache.stream(prompt, sampling, spliced=spliced)
@@ -127,6 +125,7 @@ def prefill(
         report = fill(cache, passages, quiet=as_json)
     finally:
         cache.close()
+        cache.model.close()
     result = {"files": len(files), "passages": len(passages), "index": str(settings.index), **report}
     if as_json:
         print_json(result)
@@ -173,6 +172,7 @@ def ask(
         answer, seen = run_answer(cache, question, found, sampling, spliced=not text, show=not as_json)
     finally:
         cache.close()
+        cache.model.close()
     if record is not None:
         with record.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(seen.as_dict()) + "\n")
@@ -229,6 +229,7 @@ def demo(
         text_answer, text = run_answer(cache, question, found, sampling, spliced=False)
     finally:
         cache.close()
+        cache.model.close()
     rows = comparison(text, spliced)
     result = {
         "question": question,

@@ -15,8 +15,18 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 from cachegen_rag.config import Settings, load_settings
 from cachegen_rag.errors import CacheGenError, ConfigError
@@ -131,13 +141,20 @@ def settings_from(
     return settings
 
 
+class _Rate(ProgressColumn):
+    """Passages per second, as rich measures it."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:.1f}/s" if task.speed else "")
+
+
 def progress_bar(quiet: bool) -> Progress:
     """A bar with rate and time left on stderr."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]}"),
+        MofNCompleteColumn(),
+        _Rate(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
