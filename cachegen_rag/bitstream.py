@@ -72,6 +72,7 @@ class Bitstream:
     token_ids, positions : int32 ``[tokens]``; positions strictly increase and may have gaps (a pruned cache).
     sections : the codec's output, strictly increasing in ``(type, index)``.
     segment : 0 for a bitstream that decodes by itself, n for the n-th refinement of one.
+    coding : 0..255, how the payload is coded; the codec's business (SPEC.md, 3).
     """
 
     fingerprint: bytes
@@ -82,6 +83,7 @@ class Bitstream:
     positions: NDArray[np.int32]
     sections: tuple[Section, ...]
     segment: int = 0
+    coding: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -140,7 +142,7 @@ class Bitstream:
             head = _FIXED.pack(
                 MAGIC, VERSION, self.level, self.segment, header_bytes, self.fingerprint, bytes.fromhex(self.profile),
                 self.shape.layers, self.shape.kv_heads, self.shape.key_dim, self.shape.value_dim,
-                len(ids), len(runs), len(sections), id_width, 0,
+                len(ids), len(runs), len(sections), id_width, self.coding,
             )  # fmt: skip
             table = b"".join(
                 _SECTION.pack(kind, index, len(data), google_crc32c.value(data)) for kind, index, data in sections
@@ -184,13 +186,11 @@ class Bitstream:
         check_magic(view, MAGIC, VERSION, "bitstream")
         _require(view, _FIXED.size, "fixed header")
         (_, _, level, segment, header_bytes, fingerprint, profile, layers, kv_heads, key_dim, value_dim,
-         tokens, n_runs, n_sections, id_width, reserved) = _FIXED.unpack_from(view)  # fmt: skip
+         tokens, n_runs, n_sections, id_width, coding) = _FIXED.unpack_from(view)  # fmt: skip
         check_header_crc(view, header_bytes, MAX_HEADER_BYTES, _FIXED.size)
         # The checksum held, so what follows catches faulty or hostile writers rather than damage.
         shape = KVShape(layers, kv_heads, key_dim, value_dim)
         check_shape(shape, tokens)
-        if reserved:
-            raise CorruptBitstreamError(f"reserved byte is {reserved}, must be 0")
         if not 1 <= id_width <= 4:
             raise CorruptBitstreamError(f"token ids of {id_width} bytes, must be 1 to 4")
         if n_runs > tokens:
@@ -209,7 +209,7 @@ class Bitstream:
         at += n_sections * _SECTION.size
         check_zero(view[at : header_bytes - _CRC.size], "header padding")
         sections = _sections(view, header_bytes, entries)
-        return Bitstream(fingerprint, profile.hex(), level, shape, ids, positions, sections, segment)
+        return Bitstream(fingerprint, profile.hex(), level, shape, ids, positions, sections, segment, coding)
 
 
 def check_shape(shape: KVShape, tokens: int) -> None:

@@ -41,6 +41,7 @@ def make(**changes: Any) -> Bitstream:
         "shape": KVShape(3, 2, 4, 6),
         "token_ids": np.array([5, 6, 7], np.int32),
         "positions": np.array([0, 1, 2], np.int32),
+        "coding": 1,
         "sections": (Section(1, b"one"), Section(1, b"", 1), Section(9, b"12345678")),
     }
     return Bitstream(**{**fields, **changes})
@@ -52,6 +53,7 @@ def content(stream: Bitstream) -> tuple[Any, ...]:
         stream.profile,
         stream.level,
         stream.segment,
+        stream.coding,
         stream.shape,
         stream.token_ids.tolist(),
         stream.positions.tolist(),
@@ -96,6 +98,7 @@ class TestGolden:
                 make(
                     level=255,
                     segment=1,
+                    coding=255,
                     token_ids=np.array([2**31 - 1]),
                     positions=np.array([2**31 - 1]),
                     sections=(Section(1, b"thirteen byte"), Section(2, b""), Section(2, b"\xff" * 8, 1)),
@@ -184,6 +187,7 @@ class TestWriterRefuses:
             ({"level": 256}, "out of range"),
             ({"level": -1}, "out of range"),
             ({"segment": 300}, "out of range"),
+            ({"coding": 256}, "out of range"),
             ({"fingerprint": b"short"}, "32 bytes"),
             ({"fingerprint": bytes(33)}, "32 bytes"),
             ({"profile": "ab"}, "64 hex"),

@@ -46,7 +46,7 @@ def chunk(
     n_runs: int | None = None,
     ids: tuple[int, ...] = (7, 300, 49151),
     id_width: int = 2,
-    reserved: int = 0,
+    coding: int = 1,
     sections: tuple[tuple[int, int, bytes], ...] = ((1, 0, b"thirteen byte"), (2, 0, b""), (2, 1, b"\xff" * 8)),
     n_sections: int | None = None,
     table: Callable[[int, int, bytes], tuple[int, int, int, int]] | None = None,
@@ -67,7 +67,7 @@ def chunk(
         "<8sHBBI32s32sHHHHIIHBB",
         magic, version, level, segment, size if header_bytes is None else header_bytes, FINGERPRINT, PROFILE, *shape,
         len(ids) if tokens is None else tokens, len(runs) if n_runs is None else n_runs,
-        len(sections) if n_sections is None else n_sections, id_width, reserved,
+        len(sections) if n_sections is None else n_sections, id_width, coding,
     )  # fmt: skip
     data = finish(fixed + body, crc=header_crc, padding=header_padding)
     for _, _, content in sections:
@@ -115,7 +115,7 @@ def golden() -> Iterator[tuple[str, bytes]]:
     """Sound objects; the values they decode to are in tests/test_bitstream.py and tests/test_manifest.py."""
     yield "chunk.cgb", chunk()
     yield "pruned.cgb", chunk(runs=((0, 1), (2, 1), (1000, 2)), ids=(0, 1, 2, 0), id_width=1, sections=())
-    yield "wide.cgb", chunk(runs=((2**31 - 1, 1),), ids=(2**31 - 1,), id_width=4, level=255, segment=1)
+    yield "wide.cgb", chunk(runs=((2**31 - 1, 1),), ids=(2**31 - 1,), id_width=4, level=255, segment=1, coding=255)
     yield "document.cgm", manifest()
 
 
@@ -163,7 +163,6 @@ def attacks() -> Iterator[tuple[str, bytes, str, str]]:
     yield "tokens-more-than-ids.cgb", chunk(tokens=7, runs=((0, 7),)), bad, "its tables need"
     yield "tokens-many-more-than-ids.cgb", chunk(tokens=65536, runs=((0, 65536),)), bad, "its tables need"
     yield "tokens-fewer-than-ids.cgb", chunk(tokens=1, runs=((0, 1),)), bad, "its tables need"
-    yield "reserved.cgb", chunk(reserved=1), bad, "reserved"
     yield "id-width-0.cgb", chunk(id_width=0), bad, "token ids of 0 bytes"
     yield "id-width-5.cgb", chunk(id_width=5), bad, "token ids of 5 bytes"
     yield "id-width-not-least.cgb", chunk(ids=(1, 2, 3)), bad, "fit in fewer"
