@@ -13,6 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cachegen_rag import upkeep
 from cachegen_rag.assembly import Assembler, Source, heads
 from cachegen_rag.codec import Codec
@@ -32,8 +35,8 @@ log = logging.getLogger(__name__)
 DEFAULT_RECOMPUTE = 0
 """Leading tokens of each spliced document that are computed anew."""
 
-Progress = Callable[[int, int], None]
-"""Called with the number of documents done and the number of all."""
+Progress = Callable[[int, int, int, float], None]
+"""Called with documents done, documents in all, tokens computed so far, and seconds since the start."""
 
 
 @dataclass
@@ -142,13 +145,14 @@ class KVCache:
         profile: Profile | str | Path | None = None,
         level: int | None = None,
         levels: Sequence[int] | None = None,
-        recompute: int = DEFAULT_RECOMPUTE,
+        recompute: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         max_document_tokens: int | None = None,
         salt: str = "",
         splice: bool = True,
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
+        recompute = DEFAULT_RECOMPUTE if recompute is None else recompute
         if recompute < 0:
             raise ConfigError(f"recompute = {recompute}: must be a number of tokens from 0")
         if chunk_tokens < 1:
@@ -231,7 +235,7 @@ class KVCache:
         library = None if self.model.refusal else self.library([item.text for item in items])
         for done, item in enumerate(items):
             if progress is not None:
-                progress(done, len(items))
+                progress(done, len(items), report.tokens, time.perf_counter() - began)
             self.known.add(item)
             if library is None:
                 reason = self.model.refusal or "no codec profile: there is no text to calibrate one from"
@@ -241,9 +245,9 @@ class KVCache:
                 self._prefill_one(library, item, report)
             except (ContextOverflowError, BitstreamError, ValueError) as error:
                 report.skipped.append((item.doc_id or item.text[:40], str(error)))
-        if progress is not None:
-            progress(len(items), len(items))
         report.seconds = time.perf_counter() - began
+        if progress is not None:
+            progress(len(items), len(items), report.tokens, report.seconds)
         return report
 
     def _prefill_one(self, library: Library, item: Document, report: PrefillReport) -> None:
@@ -353,6 +357,22 @@ class KVCache:
         finally:
             record.total_ms = (time.perf_counter() - began) * 1e3
             self._count(record)
+
+    def logits(self, prompt: Prompt, answer: Sequence[int], *, spliced: bool = True) -> NDArray[np.float32]:
+        """Logits float32 ``[len(answer), vocabulary]`` that the model gives each token of ``answer`` behind ``prompt``.
+
+        For comparing the spliced path with the text path. Not counted as a request.
+        """
+        prompt.require_fits(self.model.n_ctx, len(answer))
+        source, refusal = self._source(spliced)
+        assembler = Assembler(source, prompt, RequestRecord(), refusal)
+        assembler.look_up()
+        with self.model.session() as session:
+            assembler.build(session)
+            session.truncate(len(prompt) - 1)
+            logits = session.decode([prompt.token_ids[-1], *answer[:-1]], logits=True)
+        assert logits is not None
+        return logits
 
     def _source(self, spliced: bool) -> tuple[Source | None, str | None]:
         """What a prompt is assembled from, or why nothing is spliced. Never raises because of stored bytes."""
