@@ -1,8 +1,9 @@
 """Time to first token: text prefill, our hit from disk, and llama.cpp's own ways of keeping a prompt, in one run.
 
 Cases: one document of 256, 1,024 and 4,096 tokens, and 4 documents of 512. For every case the contenders take turns;
-each gets a prompt whose documents are known and whose question is new. The small model's Q4_1 weights prefill slowly and flatter
-every ratio, so all rows are measured for a Q8_0 made from the same file too, and the summary takes the worse of the two.
+each gets a prompt whose documents are known and whose question is new. The small model's Q4_1 weights prefill slowly
+and flatter every ratio, so all rows are measured for a Q8_0 made from the same file too, and the summary takes the
+worse of the two.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def ttft(cache: KVCache, prompt: Prompt, *, spliced: bool) -> float:
 
 
 def compare(cache: KVCache, prompt: Prompt) -> dict[str, float]:
-    """Greedy answers by text and by splice: how many tokens agree, each given the text answer so far; and whether all do."""
+    """Share of the text answer's tokens that the spliced path would choose too; whether its own answer is the same."""
     sampling = Sampling(max_tokens=ANSWER_TOKENS)
     text = [token.id for token in cache.stream(prompt, sampling, spliced=False)]
     ours = [token.id for token in cache.stream(prompt, sampling)]

@@ -1,0 +1,328 @@
+"""KVCache: what an application sees. Each behaviour on the tiny model; the promises once more on the real one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachegen_rag import KVCache, Profile, Sampling
+from cachegen_rag.errors import ConfigError, ContextOverflowError, StoreUnavailableError, UnknownLevelError
+from cachegen_rag.manifest import Manifest
+from cachegen_rag.prompt import Document, Prompt
+from cachegen_rag.stores.memory import MemoryStore
+
+WORDS = "river city king science stone name where what the a of and document question answer passage cache key".split()
+TEXTS = [" ".join(WORDS[(i * 7 + j * (i + 3)) % len(WORDS)] for j in range(90)) for i in range(4)]
+GREEDY = Sampling(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def profile(tiny_model: Any) -> Profile:
+    from cachegen_rag import calibrate
+
+    return calibrate(tiny_model, TEXTS)
+
+
+@pytest.fixture
+def cache(tiny_model: Any, profile: Profile, tmp_path: Path) -> Iterator[KVCache]:
+    with KVCache(tiny_model, tmp_path / "store", profile=profile, chunk_tokens=64) as opened:
+        yield opened
+
+
+def ask(cache: KVCache, documents: list[Any], question: str = "what is the name of the river?") -> Prompt:
+    return cache.prompt([{"role": "user", "content": question}], documents)
+
+
+def answer(cache: KVCache, prompt: Prompt, **options: Any) -> tuple[list[int], Any]:
+    stream = cache.stream(prompt, GREEDY, **options)
+    return [token.id for token in stream], stream.record
+
+
+def test_prefill_then_hit(cache: KVCache) -> None:
+    calls: list[tuple[int, int, int, float]] = []
+    report = cache.prefill(TEXTS, progress=lambda *args: calls.append(args))
+    assert (report.documents, report.computed, report.present, report.skipped) == (4, 4, 0, [])
+    assert report.bytes > 0 and report.tokens > 0
+    assert calls[0][:2] == (0, 4) and calls[-1][:2] == (4, 4)
+    _, record = answer(cache, ask(cache, TEXTS[:2]))
+    documents = [s for s in record.segments if s.kind == "document"]
+    assert [s.source for s in documents] == ["store", "store"]
+    assert all(s.reason is None and s.bytes > 0 and s.level is not None for s in documents)
+    assert record.spliced_tokens + record.recomputed_tokens == sum(s.tokens for s in documents)
+    assert 0 < record.ttft_ms <= record.total_ms
+    stats = cache.stats()
+    assert (stats.requests, stats.hits, stats.misses) == (1, 2, 0)
+    assert stats.store_bytes and stats.store_documents
+
+
+def test_a_second_prefill_computes_nothing(cache: KVCache) -> None:
+    cache.prefill(TEXTS)
+    again = cache.prefill(TEXTS)
+    assert (again.computed, again.present, again.bytes) == (0, 4, 0)
+
+
+def test_hits_stay_hits_and_answers_stay_the_same(cache: KVCache) -> None:
+    cache.prefill(TEXTS)
+    prompt = ask(cache, TEXTS[:2])
+    first, record = answer(cache, prompt)
+    for _ in range(4):
+        ids, again = answer(cache, prompt)
+        assert ids == first
+        assert again.spliced_tokens == record.spliced_tokens > 0
+
+
+def test_the_identity_is_the_content_not_the_id(cache: KVCache) -> None:
+    cache.prefill([Document(TEXTS[0], "one")])
+    assert cache.contains(Document(TEXTS[0], "other"))
+    assert not cache.contains(Document(TEXTS[1], "one"))
+
+
+def test_an_unknown_document_is_text_with_its_reason(cache: KVCache) -> None:
+    cache.prefill(TEXTS[:1])
+    prompt = ask(cache, TEXTS[:2])
+    _, record = answer(cache, prompt)
+    hit, miss = (s for s in record.segments if s.kind == "document")
+    assert (hit.source, miss.source, miss.reason) == ("store", "text", "not in the store")
+    assert cache.stats().miss_reasons == {"not in the store": 1}
+
+
+def test_without_a_profile_the_first_documents_calibrate_one(tiny_model: Any, tmp_path: Path) -> None:
+    with KVCache(tiny_model, tmp_path / "s") as cache:
+        _, record = answer(cache, ask(cache, TEXTS[:1]))
+        assert "no codec profile" in next(s.reason for s in record.segments if s.kind == "document")
+        assert cache.prefill(TEXTS).computed == 4
+    with KVCache(tiny_model, tmp_path / "s") as cache:  # the store kept it
+        assert cache.contains(TEXTS[0])
+
+
+def test_two_documents_alike_in_one_prompt(cache: KVCache) -> None:
+    cache.prefill(TEXTS[:1])
+    _, record = answer(cache, ask(cache, [TEXTS[0], TEXTS[0]]))
+    assert [s.source for s in record.segments if s.kind == "document"] == ["store", "store"]
+
+
+@pytest.mark.parametrize("document", ["", "a"], ids=["empty", "one token"])
+def test_very_short_documents(cache: KVCache, document: str) -> None:
+    report = cache.prefill([document])
+    assert report.computed + len(report.skipped) == 1
+    prompt = ask(cache, [document, TEXTS[0]])
+    assert answer(cache, prompt)[0] == answer(cache, prompt, spliced=False)[0]
+
+
+def damage(data: bytes, how: str) -> bytes | None:
+    middle = len(data) // 2
+    if how == "flip":
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+    return {"delete": None, "truncate": data[:middle], "empty": b"", "longer": data + b"\0"}[how]
+
+
+class Rotten(MemoryStore):
+    """A store whose objects of one namespace come back damaged."""
+
+    rot: tuple[str, str] | None = None
+
+    def get(self, namespace: Any, key: str, **options: Any) -> bytes | None:
+        data = super().get(namespace, key, **options)
+        if self.rot is None or namespace != self.rot[0] or data is None:
+            return data
+        return damage(data, self.rot[1])
+
+
+@pytest.mark.parametrize("namespace", ["cas", "ac"])
+@pytest.mark.parametrize("how", ["delete", "truncate", "flip", "empty", "longer"])
+def test_damaged_objects_never_change_the_answer(tiny_model: Any, profile: Profile, namespace: str, how: str) -> None:
+    store = Rotten()
+    with KVCache(tiny_model, store, profile=profile, chunk_tokens=64) as cache:
+        cache.prefill(TEXTS[:2])
+        prompt = ask(cache, TEXTS[:2])
+        store.rot = (namespace, how)
+        text, _ = answer(cache, prompt, spliced=False)
+        ids, record = answer(cache, prompt)
+        assert ids == text
+        assert all(s.source == "text" and s.reason for s in record.segments if s.kind == "document")
+        assert cache.stats().misses == 4
+        store.rot = None
+        assert answer(cache, prompt)[1].spliced_tokens > 0  # and nothing of the damage stays behind
+
+
+def test_one_damaged_chunk_costs_only_that_chunk(cache: KVCache) -> None:
+    cache.prefill(TEXTS[:1])
+    key = cache.key(TEXTS[0])
+    assert key is not None
+    manifest = Manifest.from_bytes(cache.store.get("ac", key) or b"")
+    assert len(manifest.chunks) > 1
+    cache.store.delete("cas", manifest.chunks[1].levels[0].segments[0].sha256)
+    _, record = answer(cache, ask(cache, TEXTS[:1]))
+    (part,) = (s for s in record.segments if s.kind == "document")
+    assert part.source == "store" and part.reason and "gone" in part.reason
+    assert part.recomputed >= manifest.chunks[1].stop - manifest.chunks[1].start
+    assert not cache.contains(TEXTS[0])
+    assert cache.prefill(TEXTS[:1]).computed == 1
+    assert cache.contains(TEXTS[0])
+
+
+def test_a_store_that_fails_is_a_miss(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.prefill(TEXTS[:1])
+    prompt = ask(cache, TEXTS[:1])
+    text, _ = answer(cache, prompt, spliced=False)
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise StoreUnavailableError("the disk is on fire")
+
+    monkeypatch.setattr(cache.store, "get", fail)
+    ids, record = answer(cache, prompt)
+    assert ids == text
+    assert "on fire" in next(s.reason for s in record.segments if s.kind == "document")
+
+
+def test_tenants_are_apart(tiny_model: Any, profile: Profile) -> None:
+    store = MemoryStore()
+    ours = KVCache(tiny_model, store, profile=profile, salt="ours")
+    theirs = KVCache(tiny_model, store, profile=profile, salt="theirs")
+    ours.prefill(TEXTS[:1])
+    assert ours.contains(TEXTS[0]) and not theirs.contains(TEXTS[0])
+    assert not {ours.key(t) for t in TEXTS} & {theirs.key(t) for t in TEXTS}
+
+
+def test_delete_keeps_what_others_share(tiny_model: Any, profile: Profile) -> None:
+    with KVCache(tiny_model, MemoryStore(), profile=profile, chunk_tokens=16) as cache:
+        start = tiny_model.detokenize(tiny_model.tokenize(TEXTS[0])[:32])
+        longer = start + TEXTS[1]
+        cache.prefill([start, longer])
+        assert cache.delete(start) and not cache.delete(start)
+        assert not cache.contains(start) and cache.contains(longer)
+        assert cache.verify()["missing"] == 0
+        assert cache.delete(longer)
+        assert not list(cache.store.keys("ac")) and not list(cache.store.keys("cas"))
+
+
+def test_too_much_for_the_context_is_one_error_before_any_compute(cache: KVCache) -> None:
+    prompt = ask(cache, TEXTS * 30)
+    with pytest.raises(ContextOverflowError, match=r"\d+ tokens .* context holds 2048"):
+        cache.stream(prompt, GREEDY)
+    assert cache.stats().requests == 0
+
+
+def test_a_document_too_long_to_store_is_skipped_with_its_reason(cache: KVCache) -> None:
+    report = cache.prefill([" ".join(TEXTS * 20)])
+    assert report.computed == 0 and "2048" in report.skipped[0][1]
+
+
+def test_an_unknown_level_names_the_levels(tiny_model: Any, profile: Profile) -> None:
+    with (
+        KVCache(tiny_model, "memory://", profile=profile, level=99) as cache,
+        pytest.raises(UnknownLevelError, match="99"),
+    ):
+        cache.prefill(TEXTS[:1])
+
+
+@pytest.mark.parametrize(
+    "options", [{"recompute": -1}, {"chunk_tokens": 0}, {"max_document_tokens": 0}], ids=lambda o: next(iter(o))
+)
+def test_bad_settings_name_the_setting(tiny_model: Any, options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        KVCache(tiny_model, "memory://", **options)  # type: ignore[arg-type]
+
+
+def test_something_that_is_no_document(cache: KVCache) -> None:
+    with pytest.raises(ConfigError, match="int"):
+        cache.prefill([3])
+
+
+def test_a_profile_that_cannot_be_read(tiny_model: Any, tmp_path: Path) -> None:
+    with KVCache(tiny_model, "memory://", profile=tmp_path / "none") as cache, pytest.raises(ConfigError, match="none"):
+        cache.prefill(TEXTS[:1])
+
+
+@pytest.mark.parametrize("recompute", [1, 8, 64, 10_000])
+def test_recomputed_heads(tiny_model: Any, profile: Profile, recompute: int) -> None:
+    with KVCache(tiny_model, "memory://", profile=profile, recompute=recompute) as cache:
+        cache.prefill(TEXTS[:2])
+        prompt = ask(cache, TEXTS[:2])
+        _, record = answer(cache, prompt)
+        tokens = sum(s.tokens for s in record.segments if s.kind == "document")
+        assert record.spliced_tokens + record.recomputed_tokens in (tokens, 0)
+        if recompute == 10_000:
+            assert record.spliced_tokens == 0
+
+
+def test_cutting_a_document_is_the_same_in_both_paths(tiny_model: Any, profile: Profile) -> None:
+    with KVCache(tiny_model, "memory://", profile=profile, max_document_tokens=50) as cache:
+        cache.prefill(TEXTS[:1])
+        prompt = ask(cache, TEXTS[:1])
+        assert [len(s) for s in prompt.segments if s.kind == "document"] == [50]
+        assert answer(cache, prompt)[1].spliced_tokens > 0
+
+
+def test_closing_a_stream_frees_the_model(cache: KVCache) -> None:
+    cache.prefill(TEXTS[:1])
+    prompt = ask(cache, TEXTS[:1])
+    stream = cache.stream(prompt, Sampling(max_tokens=500))
+    next(stream)
+    stream.close()
+    stream.close()
+    assert answer(cache, prompt)[0]
+    assert cache.stats().requests == 2
+
+
+def test_many_threads_get_the_right_answers(cache: KVCache) -> None:
+    cache.prefill(TEXTS)
+    prompts = [ask(cache, [text]) for text in TEXTS]
+    alone = [answer(cache, prompt)[0] for prompt in prompts]
+    got: dict[int, list[int]] = {}
+
+    def work(n: int) -> None:
+        got[n] = answer(cache, prompts[n % 4])[0]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got == {n: alone[n % 4] for n in range(12)}
+
+
+def test_an_observer_sees_every_request_and_never_fails_one(tiny_model: Any, profile: Profile) -> None:
+    seen: list[Any] = []
+
+    def observe(record: Any) -> None:
+        seen.append(record)
+        raise RuntimeError("an observer's own fault")
+
+    with KVCache(tiny_model, "memory://", profile=profile, on_request=observe) as cache:
+        assert answer(cache, ask(cache, TEXTS[:1]))[0]
+    assert len(seen) == 1 and seen[0].total_ms > 0
+
+
+FILL = """
+import sys
+from cachegen_rag import KVCache, LlamaCppModel
+import test_cache
+model = LlamaCppModel(sys.argv[1], n_ctx=2048, n_threads=1)
+with KVCache(model, sys.argv[2], profile=sys.argv[3], chunk_tokens=64) as cache:
+    report = cache.prefill(test_cache.TEXTS)
+    assert report.computed + report.present == 4, report
+"""
+
+
+def test_two_processes_fill_one_directory(tiny_model: Any, tiny_gguf: Path, profile: Profile, tmp_path: Path) -> None:
+    (tmp_path / "profile").write_bytes(profile.to_bytes())
+    arguments = [str(tiny_gguf), str(tmp_path / "store"), str(tmp_path / "profile")]
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{FILL}",
+        *arguments,
+    ]
+    for process in [subprocess.Popen(command) for _ in range(2)]:
+        assert process.wait(120) == 0
+    with KVCache(tiny_model, tmp_path / "store", profile=profile, chunk_tokens=64) as cache:
+        assert cache.prefill(TEXTS).present == 4
+        checked = cache.verify()
+        assert (checked["damaged"], checked["missing"]) == ([], 0)
