@@ -20,7 +20,7 @@ from cachegen_rag import upkeep
 from cachegen_rag.assembly import Assembler, Source, heads
 from cachegen_rag.codec import Codec
 from cachegen_rag.codec.profile import Profile
-from cachegen_rag.errors import BitstreamError, CacheGenError, ConfigError, ContextOverflowError, StoreError
+from cachegen_rag.errors import ConfigError, EncodeError, StoreError
 from cachegen_rag.library import CHUNK_TOKENS, Library
 from cachegen_rag.loading import Loader
 from cachegen_rag.metrics import RequestRecord
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 DEFAULT_RECOMPUTE = 0
 """Leading tokens of each spliced document that are computed anew."""
+
+BATCH_BYTES = 256 << 20
+"""Float32 KV of the documents that are computed together."""
 
 Progress = Callable[[int, int, int, float], None]
 """Called with documents done, documents in all, tokens computed so far, and seconds since the start."""
@@ -50,6 +53,10 @@ class PrefillReport:
     bytes: int = 0
     seconds: float = 0.0
     skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    def skip(self, document: Document, reason: str) -> None:
+        """Note that a document was not stored."""
+        self.skipped.append((document.doc_id or document.text[:40], reason))
 
     def as_dict(self) -> dict[str, Any]:
         """A JSON-ready copy."""
@@ -233,47 +240,69 @@ class KVCache:
         items = [as_document(document) for document in documents]
         report = PrefillReport(documents=len(items))
         library = None if self.model.refusal else self.library([item.text for item in items])
-        for done, item in enumerate(items):
+        reason = self.model.refusal or "no codec profile: there is no text to calibrate one from"
+
+        def tell() -> None:
+            report.seconds = time.perf_counter() - began
             if progress is not None:
-                progress(done, len(items), report.tokens, time.perf_counter() - began)
+                done = report.computed + report.present + len(report.skipped)
+                progress(done, len(items), report.tokens, report.seconds)
+
+        tell()
+        batch: dict[str, tuple[Document, Sequence[int]]] = {}
+        for item in items:
             self.known.add(item)
-            if library is None:
-                reason = self.model.refusal or "no codec profile: there is no text to calibrate one from"
-                report.skipped.append((item.doc_id or item.text[:40], reason))
+            ids, _ = document_tokens(self.model, item.text, self._max_document_tokens)
+            if library is None or not 0 < len(ids) <= self.model.n_ctx:
+                report.skip(item, self._why_skipped(ids) or reason)
                 continue
-            try:
-                self._prefill_one(library, item, report)
-            except (ContextOverflowError, BitstreamError, ValueError) as error:
-                report.skipped.append((item.doc_id or item.text[:40], str(error)))
-        report.seconds = time.perf_counter() - began
-        if progress is not None:
-            progress(len(items), len(items), report.tokens, report.seconds)
+            key = library.key(ids)
+            if key in batch or library.contains(key, self.stored_levels(library.codec)):
+                report.present += 1
+                continue
+            waiting = sum(len(i) for _, i in batch.values())
+            if batch and (waiting + len(ids)) * self.model.shape.elements_per_token * 4 > BATCH_BYTES:
+                self._compute(library, batch, report, tell)
+                batch = {}
+            batch[key] = item, ids
+        if library is not None and batch:
+            self._compute(library, batch, report, tell)
+        tell()
         return report
 
-    def _prefill_one(self, library: Library, item: Document, report: PrefillReport) -> None:
-        ids, _ = document_tokens(self.model, item.text, self._max_document_tokens)
+    def _why_skipped(self, ids: Sequence[int]) -> str | None:
         if not ids:
-            report.skipped.append((item.doc_id or "", "the document is empty"))
-            return
-        key = library.key(ids)
-        levels = self.stored_levels(library.codec)
-        if library.contains(key, levels):
-            report.present += 1
-            return
-        if self.warm.tokens + len(ids) > self.model.n_ctx:
-            raise ContextOverflowError(
-                f"the document has {len(ids)} tokens, and {self.warm.tokens} of warm context come before it, but the "
-                f"context holds {self.model.n_ctx}: split the document or load the model with a larger n_ctx"
+            return "the document is empty"
+        if len(ids) > self.model.n_ctx:
+            return (
+                f"the document has {len(ids)} tokens, the context holds {self.model.n_ctx}: split it, set "
+                f"max_document_tokens, or load the model with a larger n_ctx"
             )
+        return None
+
+    def _compute(
+        self,
+        library: Library,
+        batch: Mapping[str, tuple[Document, Sequence[int]]],
+        report: PrefillReport,
+        tell: Callable[[], None],
+    ) -> None:
+        """Compute and store a batch; what another thread or process has stored meanwhile is left out."""
+        levels = self.stored_levels(library.codec)
         with self.model.session() as session:
-            if library.contains(key, levels):  # another thread was faster
-                report.present += 1
-                return
-            kv = self.warm.compute(session, ids)
-        manifest = library.put(key, kv, levels, self._chunk_tokens)
-        report.computed += 1
-        report.tokens += len(ids)
-        report.bytes += sum(segment.length for segment in manifest.segments())
+            missing = {key: entry for key, entry in batch.items() if not library.contains(key, levels)}
+            report.present += len(batch) - len(missing)
+            computed = self.warm.compute_many(session, [ids for _, ids in missing.values()])
+            for (key, (item, ids)), kv in zip(missing.items(), computed, strict=True):
+                try:
+                    manifest = library.put(key, kv, levels, self._chunk_tokens)
+                except EncodeError as error:
+                    report.skip(item, str(error))
+                    continue
+                report.computed += 1
+                report.tokens += len(ids)
+                report.bytes += sum(segment.length for segment in manifest.segments())
+                tell()
 
     def key(self, document: Any) -> str | None:
         """The content key of a document; None while no codec profile is known, or if the document is empty."""
@@ -433,4 +462,4 @@ def as_document(item: Any) -> Document:
     return Document(text, getattr(item, "id", None))
 
 
-__all__ = ["CacheGenError", "CacheStats", "KVCache", "PrefillReport", "Stream", "as_document"]
+__all__ = ["CacheStats", "KVCache", "PrefillReport", "Stream", "as_document"]
