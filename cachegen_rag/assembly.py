@@ -7,15 +7,17 @@ for each segment where it came from, and why not from the store.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from cachegen_rag.codec import Codec
 from cachegen_rag.errors import BitstreamError, CacheGenError, StoreError
+from cachegen_rag.exact import ExactRuns
 from cachegen_rag.library import Library
-from cachegen_rag.loading import Load, Loader
-from cachegen_rag.manifest import Manifest
+from cachegen_rag.loading import ChunkOutcome, Load, Loader
+from cachegen_rag.manifest import Chunk, Manifest
 from cachegen_rag.metrics import RequestRecord, SegmentRecord
 from cachegen_rag.models.base import Session
 from cachegen_rag.prompt import Prompt
@@ -42,6 +44,7 @@ class Source:
     loader: Loader
     level: int
     recompute: Recompute
+    exact: ExactRuns | None = None
 
 
 class Assembler:
@@ -52,7 +55,8 @@ class Assembler:
     ) -> None:
         self._source, self._prompt, self._record = source, prompt, record
         self._manifests: dict[int, Manifest] = {}
-        self._loads: dict[int, Load] = {}
+        self._run: tuple[int, Manifest] | None = None
+        self._loads: dict[int | None, Load] = {}  # by document segment; None: the exact run
         self._pending: list[int] | None = None  # start and stop of what is to be decoded next
         for segment in prompt.segments:
             part = SegmentRecord(segment.kind, len(segment), doc_id=segment.doc_id)
@@ -65,7 +69,13 @@ class Assembler:
         if self._source is None:
             return
         library = self._source.library
+        began = time.perf_counter()
+        self._run = self._source.exact.find(self._prompt) if self._source.exact is not None else None
+        if self._record.segments:
+            self._record.segments[0].fetch_ms += (time.perf_counter() - began) * 1e3
         for index in self._prompt.documents:
+            if index < self._exact:
+                continue
             segment, part = self._prompt.segments[index], self._record.segments[index]
             if not len(segment):
                 continue
@@ -81,6 +91,11 @@ class Assembler:
                 part.reason = f"{type(error).__name__}: {error}"
             part.fetch_ms += (time.perf_counter() - began) * 1e3
 
+    @property
+    def _exact(self) -> int:
+        """Leading segments that are reused exactly."""
+        return self._run[0] if self._run is not None else 0
+
     def build(self, session: Session) -> None:
         """Put the whole prompt on ``session``; its last token is decoded, so that generation can begin."""
         steps = self._plan()
@@ -92,8 +107,8 @@ class Assembler:
                     continue
                 if isinstance(step, Decode):
                     self._decode_later(session, max(step.start, at), step.stop)
-                elif step.segment is not None:
-                    self._take_document(session, step)
+                else:
+                    self._take_loaded(session, Take(max(step.start, at), step.stop, step.segment))
             self._flush(session)
         finally:
             if self._source is not None:
@@ -103,42 +118,42 @@ class Assembler:
     def _plan(self) -> Plan:
         if self._source is None:
             return plan(self._prompt)
-        return plan(self._prompt, self._manifests.keys(), self._source.recompute(self._prompt))
+        return plan(self._prompt, self._manifests.keys(), self._source.recompute(self._prompt), exact=self._exact)
 
     def _start(self, session: Session, steps: Plan) -> None:
         """Hand out the engine's memory for every document that is taken, and start loading all of them."""
         if self._source is None:
             return
+        if self._run is not None and self._source.exact is not None:
+            exact, ids = self._source.exact, self._prompt.token_ids[: self._run[1].tokens]
+            self._begin(session, None, self._run[1].chunks, 0, ids, exact.library.codec, exact.level)
+        codec, level = self._source.library.codec, self._source.level
         for index in steps.spliced:
-            manifest, offset = self._manifests[index], self._prompt.offsets[index]
-            target = session.stage(np.arange(offset, offset + manifest.tokens, dtype=np.int32))
-            ids = self._prompt.segments[index].token_ids
-            load = self._loads[index] = Load(manifest.chunks, ids, target, self._source.level)
-            self._source.loader.start(load)
+            ids = list(self._prompt.segments[index].token_ids)
+            self._begin(session, index, self._manifests[index].chunks, self._prompt.offsets[index], ids, codec, level)
 
-    def _take_document(self, session: Session, step: Take) -> None:
+    def _begin(
+        self,
+        session: Session,
+        index: int | None,
+        chunks: Sequence[Chunk],
+        offset: int,
+        ids: list[int],
+        codec: Codec,
+        level: int,
+    ) -> None:
+        assert self._source is not None
+        target = session.stage(np.arange(offset, offset + len(ids), dtype=np.int32))
+        self._loads[index] = Load(chunks, ids, target, codec, level)
+        self._source.loader.start(self._loads[index])
+
+    def _take_loaded(self, session: Session, step: Take) -> None:
         """Take the rows of one step; those of a chunk that did not load are decoded instead."""
-        assert step.segment is not None
-        part = self._record.segments[step.segment]
-        offset = self._prompt.offsets[step.segment]
         load = self._loads[step.segment]
+        offset = 0 if step.segment is None else self._prompt.offsets[step.segment]
+        part = self._record.segments[step.segment or 0]
         outcomes = list(load.outcomes())
-        if not load.committed:
-            load.committed = True
-            for outcome in outcomes:
-                part.bytes += outcome.bytes
-                part.fetch_ms += outcome.fetch_ms
-                part.decode_ms += outcome.decode_ms
-                self._record.bytes_fetched += outcome.bytes
-                if outcome.reason is not None:
-                    part.reason = f"tokens {outcome.chunk.start}-{outcome.chunk.stop}: {outcome.reason}"
-            if any(outcome.reason is None for outcome in outcomes):
-                began = time.perf_counter()
-                try:
-                    session.commit(load.target)
-                except CacheGenError as error:
-                    load.refused = f"{type(error).__name__}: {error}"
-                part.splice_ms += (time.perf_counter() - began) * 1e3
+        self._commit(session, load, outcomes, part)
         for outcome in outcomes:
             start, stop = max(step.start, offset + outcome.chunk.start), min(step.stop, offset + outcome.chunk.stop)
             if start >= stop:
@@ -147,12 +162,41 @@ class Assembler:
             if reason is None:
                 self._flush(session)
                 reason = self._take(session, start, stop, part)
-            if reason is None:
-                part.source, part.level = "store", outcome.level
-                self._record.spliced_tokens += stop - start
-            else:
-                part.reason = part.reason or reason
+            self._note(start, stop, outcome.level if reason is None else None, step.segment is None, reason)
+            if reason is not None:
                 self._decode_later(session, start, stop)
+
+    def _commit(self, session: Session, load: Load, outcomes: list[ChunkOutcome], part: SegmentRecord) -> None:
+        """Hand what was loaded to the engine, once."""
+        if load.committed:
+            return
+        load.committed = True
+        for outcome in outcomes:
+            part.bytes += outcome.bytes
+            part.fetch_ms += outcome.fetch_ms
+            part.decode_ms += outcome.decode_ms
+            self._record.bytes_fetched += outcome.bytes
+        if any(outcome.reason is None for outcome in outcomes):
+            began = time.perf_counter()
+            try:
+                session.commit(load.target)
+            except CacheGenError as error:
+                load.refused = f"{type(error).__name__}: {error}"
+            part.splice_ms += (time.perf_counter() - began) * 1e3
+
+    def _note(self, start: int, stop: int, level: int | None, exact: bool, reason: str | None) -> None:
+        """Write into the record of every segment in a run of positions what became of it."""
+        if reason is None:
+            self._record.spliced_tokens += stop - start
+        for index, part in enumerate(self._record.segments):
+            a, b = max(start, self._prompt.offsets[index]), min(stop, self._prompt.offsets[index + 1])
+            if a >= b:
+                continue
+            if reason is None:
+                part.source, part.level = "exact" if exact else "store", level
+            elif part.kind == "document":
+                at = self._prompt.offsets[index]
+                part.reason = part.reason or f"tokens {a - at}-{b - at}: {reason}"
 
     def _take(self, session: Session, start: int, stop: int, part: SegmentRecord) -> str | None:
         """Take rows from the library; the reason if the engine would not."""

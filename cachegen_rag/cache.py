@@ -21,7 +21,8 @@ from cachegen_rag.assembly import Assembler, Source, heads
 from cachegen_rag.codec import Codec
 from cachegen_rag.codec.profile import Profile
 from cachegen_rag.errors import ConfigError, EncodeError, StoreError
-from cachegen_rag.library import CHUNK_TOKENS, Library
+from cachegen_rag.exact import ExactRuns, leading
+from cachegen_rag.library import CHUNK_TOKENS, Library, chunk_ranges
 from cachegen_rag.loading import Loader
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import KVModel, Sampling, Token
@@ -37,6 +38,9 @@ DEFAULT_RECOMPUTE = 0
 
 BATCH_BYTES = 256 << 20
 """Float32 KV of the documents that are computed together."""
+
+EXACT_BYTES = 256 << 20
+"""Stored bytes that learned leading combinations may take by default."""
 
 Progress = Callable[[int, int, int, float], None]
 """Called with documents done, documents in all, tokens computed so far, and seconds since the start."""
@@ -134,6 +138,8 @@ class KVCache:
     chunk_tokens : tokens of an independently decodable chunk.
     max_document_tokens : longer documents are cut, at index time and in prompts alike.
     salt : keeps the keys of tenants of one store apart.
+    exact_bytes : bytes that leading combinations (text, first documents) may take that requests repeat; see :meth:`learn`.
+        0 switches exact prefix reuse off.
     splice : False answers every request by plain prefill (and still stores documents).
     on_request : called with every finished RequestRecord.
 
@@ -157,6 +163,7 @@ class KVCache:
         max_document_tokens: int | None = None,
         salt: str = "",
         splice: bool = True,
+        exact_bytes: int = EXACT_BYTES,
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         recompute = DEFAULT_RECOMPUTE if recompute is None else recompute
@@ -179,6 +186,8 @@ class KVCache:
         self._on_request = on_request
         self._warm: WarmContext | None = None
         self._library: Library | None = None
+        self._exact_bytes = exact_bytes
+        self._exact: ExactRuns | None = None
         self._loader: Loader | None = None
         self._setup = threading.RLock()
         self._counting = threading.Lock()
@@ -212,7 +221,10 @@ class KVCache:
                 for level in (*(self._levels or ()), *(() if self._level is None else (self._level,))):
                     codec.check_level(level)
                 self._library = Library(self.store, codec, self._salt)
-                self._loader = Loader(self.store, codec)
+                if self._exact_bytes:
+                    runs = Library(self.store, Codec(profile, self.model.fingerprint.digest()), self._salt)
+                    self._exact = ExactRuns(runs, self._exact_bytes, self.level(codec), self._chunk_tokens)
+                self._loader = Loader(self.store)
             return self._library
 
     def level(self, codec: Codec) -> int:
@@ -295,7 +307,7 @@ class KVCache:
             computed = self.warm.compute_many(session, [ids for _, ids in missing.values()])
             for (key, (item, ids)), kv in zip(missing.items(), computed, strict=True):
                 try:
-                    manifest = library.put(key, kv, levels, self._chunk_tokens)
+                    manifest = library.put(key, kv, levels, chunk_ranges(len(kv), self._chunk_tokens))
                 except EncodeError as error:
                     report.skip(item, str(error))
                     continue
@@ -317,6 +329,32 @@ class KVCache:
 
     def prefetch(self, documents: Iterable[Any]) -> None:
         """Tell the store that these documents are about to be read. Best effort; returns at once."""
+
+    def learn(self, limit: int | None = None) -> int:
+        """Compute and store leading combinations that requests have repeated (at most ``limit``); how many were stored.
+
+        Call it when the application is idle: each takes a prefill. Later requests that begin so reuse them exactly.
+        """
+        done = 0
+        while self._exact is not None and (limit is None or done < limit):
+            with self.model.session() as session:
+                if not self._exact.compute_pending(session):
+                    break
+            done += 1
+        return done
+
+    def store_leading(self, prompt: Prompt, documents: int) -> bool:
+        """Compute and store the joint KV of everything up to the prompt's ``documents``-th document, for exact reuse.
+
+        False if nothing can be stored: the model is refused, or no codec profile is known.
+        """
+        if self.refusal is not None or self.library() is None or self._exact is None:
+            return False
+        if not 1 <= documents <= len(prompt.documents):
+            raise ConfigError(f"documents = {documents}: the prompt has {len(prompt.documents)}")
+        with self.model.session() as session:
+            self._exact.store(session, leading(prompt, documents))
+        return True
 
     def delete(self, document: Any) -> bool:
         """Forget a document: its manifest, and bitstreams that no other document has. False: it was not stored."""
@@ -385,6 +423,8 @@ class KVCache:
                     yield token
         finally:
             record.total_ms = (time.perf_counter() - began) * 1e3
+            if self._exact is not None and spliced:
+                self._exact.observe(prompt)
             self._count(record)
 
     def logits(self, prompt: Prompt, answer: Sequence[int], *, spliced: bool = True) -> NDArray[np.float32]:
@@ -411,7 +451,7 @@ class KVCache:
         library = self.library()
         if library is None or self._loader is None:
             return None, "no codec profile for this model yet: prefill documents or calibrate"
-        return Source(library, self._loader, self.level(library.codec), heads(self.recompute)), None
+        return Source(library, self._loader, self.level(library.codec), heads(self.recompute), self._exact), None
 
     def _count(self, record: RequestRecord) -> None:
         documents = [segment for segment in record.segments if segment.kind == "document"]

@@ -7,7 +7,7 @@ taken up where it stopped, and two processes that write the same document write 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -63,13 +63,13 @@ class Library:
                     return False
         return True
 
-    def put(self, key: str, kv: KV, levels: Sequence[int], chunk_tokens: int = CHUNK_TOKENS) -> Manifest:
-        """Encode ``kv`` in chunks at every level and store it under ``key``.
+    def put(self, key: str, kv: KV, levels: Sequence[int], ranges: Iterable[tuple[int, int]]) -> Manifest:
+        """Encode ``kv`` in chunks, one a range of its rows, at every level, and store it under ``key``.
 
         Raises EncodeError, StoreUnavailableError or StoreFullError; a manifest never names an object that is not there.
         """
         chunks = []
-        for start, stop in chunk_ranges(len(kv), chunk_tokens):
+        for start, stop in ranges:
             entries = []
             for level in sorted(set(levels)):
                 data = self.codec.encode(kv[start:stop], level)

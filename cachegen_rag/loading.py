@@ -37,6 +37,7 @@ class Load:
     chunks: Sequence[Chunk]
     token_ids: Sequence[int]
     target: KVTarget
+    codec: Codec
     level: int
     results: list[Future[ChunkOutcome]] = field(default_factory=list)
     committed: bool = False
@@ -51,8 +52,8 @@ class Load:
 class Loader:
     """Loads chunks on a few threads; decoding releases the GIL, so it runs beside the model's own work."""
 
-    def __init__(self, store: Store, codec: Codec, threads: int = 2) -> None:
-        self._store, self._codec = store, codec
+    def __init__(self, store: Store, threads: int = 2) -> None:
+        self._store = store
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cachegen-load")
 
     def start(self, load: Load, deadline: float | None = None) -> None:
@@ -86,7 +87,7 @@ class Loader:
             fetched = time.perf_counter()
             outcome.bytes, outcome.fetch_ms = len(data), (fetched - began) * 1e3
             ids = load.token_ids[chunk.start : chunk.stop]
-            self._codec.decode_into(data, load.target.rows(chunk.start, chunk.stop), token_ids=ids)
+            load.codec.decode_into(data, load.target.rows(chunk.start, chunk.stop), token_ids=ids)
             outcome.decode_ms = (time.perf_counter() - fetched) * 1e3
         except KeyError:
             outcome.reason = f"level {load.level} is not stored"
