@@ -138,8 +138,8 @@ class KVCache:
     chunk_tokens : tokens of an independently decodable chunk.
     max_document_tokens : longer documents are cut, at index time and in prompts alike.
     salt : keeps the keys of tenants of one store apart.
-    exact_bytes : bytes that leading combinations (text, first documents) may take that requests repeat; see :meth:`learn`.
-        0 switches exact prefix reuse off.
+    exact_bytes : bytes that repeated leading combinations (the text and the first documents) may take; see
+        :meth:`learn`. 0 switches exact prefix reuse off.
     splice : False answers every request by plain prefill (and still stores documents).
     on_request : called with every finished RequestRecord.
 

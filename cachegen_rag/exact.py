@@ -89,7 +89,7 @@ class ExactRuns:
         with self._lock:
             if not self._pending:
                 return False
-            key, run = self._pending.popitem(last=False)
+            _, run = self._pending.popitem(last=False)
         try:
             self.store(session, run)
         except CacheGenError as error:
@@ -101,7 +101,7 @@ class ExactRuns:
         return True
 
     def store(self, session: Session, run: Prompt) -> Manifest:
-        """Compute the whole of ``run`` (leading segments of prompts) and store its KV. The session's prompt is replaced.
+        """Compute the whole of ``run``, leading segments of prompts, and store its KV; replaces the session's prompt.
 
         Raises what the library's ``put`` raises.
         """
