@@ -65,7 +65,9 @@ class ModelFingerprint:
         return hashlib.sha256(b"cachegen-rag fingerprint 1" + canonical_bytes(self)).digest()
 
 
-def document_key(fingerprint: bytes, token_ids: Sequence[int] | np.ndarray, *, profile: str = "", salt: str = "") -> str:
+def document_key(
+    fingerprint: bytes, token_ids: Sequence[int] | np.ndarray, *, profile: str = "", salt: str = ""
+) -> str:
     """The content key (64 hex digits) of a document: what its manifest is stored under.
 
     ``salt`` keeps tenants of one store apart. The document's ids or metadata play no part.

@@ -69,10 +69,12 @@ class KV:
     def __post_init__(self) -> None:
         if self.keys.ndim != 4 or self.values.ndim != 4:
             raise EncodeError(
-                f"keys and values must be [layers, tokens, kv_heads, dim]; got {self.keys.shape} and {self.values.shape}"
+                f"keys and values must be [layers, tokens, kv_heads, dim]; got {self.keys.shape}, {self.values.shape}"
             )
         if self.keys.shape[:3] != self.values.shape[:3]:
-            raise EncodeError(f"keys {self.keys.shape} and values {self.values.shape} disagree on layers, tokens or heads")
+            raise EncodeError(
+                f"keys {self.keys.shape} and values {self.values.shape} disagree on layers, tokens or heads"
+            )
         tokens = self.keys.shape[1]
         if self.token_ids.shape != (tokens,) or self.positions.shape != (tokens,):
             raise EncodeError(

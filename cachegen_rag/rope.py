@@ -36,7 +36,9 @@ class RopeSpec:
         return 2 * len(self.inv_freq)
 
     @staticmethod
-    def plain(rotary_dim: int, base: float = 10000.0, layout: PairLayout = "interleaved", scale: float = 1.0) -> RopeSpec:
+    def plain(
+        rotary_dim: int, base: float = 10000.0, layout: PairLayout = "interleaved", scale: float = 1.0
+    ) -> RopeSpec:
         """The unscaled or linearly scaled rotary embedding: angle ``scale * base ** (-2i / rotary_dim)``."""
         if rotary_dim % 2:
             raise ConfigError(f"rotary_dim must be even, got {rotary_dim}")
@@ -50,7 +52,9 @@ def cos_sin(positions: NDArray[Any], spec: RopeSpec) -> tuple[NDArray[np.float32
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def rotate(keys: NDArray[Any], positions: NDArray[Any], spec: RopeSpec, *, inverse: bool = False) -> NDArray[np.float32]:
+def rotate(
+    keys: NDArray[Any], positions: NDArray[Any], spec: RopeSpec, *, inverse: bool = False
+) -> NDArray[np.float32]:
     """Rotate keys ``[..., tokens, kv_heads, key_dim]`` with interleaved pairs to ``positions [tokens]``; float32 out.
 
     ``inverse=True`` removes the rotation.

@@ -9,7 +9,17 @@ import sys
 from importlib import metadata
 from typing import Any
 
-PACKAGES = ("cachegen-rag", "llama-cpp-python", "numpy", "numba", "torch", "triton", "transformers", "diskcache", "httpx")
+PACKAGES = (
+    "cachegen-rag",
+    "llama-cpp-python",
+    "numpy",
+    "numba",
+    "torch",
+    "triton",
+    "transformers",
+    "diskcache",
+    "httpx",
+)
 
 
 def environment(model: object | None = None) -> dict[str, Any]:

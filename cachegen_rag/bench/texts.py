@@ -58,6 +58,11 @@ def load(data: Data = None) -> list[str]:
     return texts
 
 
+def shipped_text() -> str:
+    """One long held-out text, from those that :func:`load` finds by default."""
+    return "\n\n".join(text for text in load() if is_held_out(text))
+
+
 def passages(model: KVModel, texts: Sequence[str], *, tokens: int, continuation: int, count: int) -> list[Passage]:
     """``count`` passages of ``tokens`` tokens with the ``continuation`` tokens that follow them.
 
@@ -71,7 +76,7 @@ def passages(model: KVModel, texts: Sequence[str], *, tokens: int, continuation:
     """
     size = tokens + continuation
     ids = [np.asarray(model.tokenize(text[: 12 * size * count]), np.int32) for text in texts]
-    found = []
+    found: list[Passage] = []
     for window in range(count):
         for text in ids:
             piece = text[window * size : (window + 1) * size]

@@ -10,6 +10,7 @@ Reading order: this file, ``memory.py`` (the protocol in its plainest form), ``d
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -129,10 +130,13 @@ class FetchStore(Protocol):
         *,
         max_bytes: int = MAX_OBJECT_BYTES,
         deadline: float | None = None,
+        priority: float = math.inf,
         on_bytes: Callable[[int], None] | None = None,
     ) -> Future[bytes | None]:
         """Start reading an object. The future ends like ``Store.get``; cancelling it ends the transfer.
 
+        Where reads wait for each other, the lowest ``priority`` comes first: a deadline makes that earliest deadline
+        first across all requests that share the store.
         ``on_bytes(n)`` is called from the network thread for every piece of ``n`` bytes that arrives, and with 0 when
         the response's head has arrived. It must not block.
         """
