@@ -1,0 +1,350 @@
+"""The llama.cpp engine: any GGUF model, on llama-cpp-python's low-level API. Loads on first use.
+
+Reading order: ``llama_native`` (the raw calls), ``llama_state`` (a sequence's bytes), ``llama_rope`` and
+``llama_check`` (may it be spliced?), ``llama_session`` (a prompt), ``llama_sampling``, ``llama_queries``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cachegen_rag.errors import ConfigError, ModelError, SpliceRefusedError
+from cachegen_rag.fingerprint import ModelFingerprint, canonical_bytes
+from cachegen_rag.kv import KVShape
+from cachegen_rag.models.llama_check import check_context, refuse_by_kind
+from cachegen_rag.models.llama_native import FIRST_KEPT, KV_TYPES, MAIN, NativeContext, NativeModel, check_gguf
+from cachegen_rag.models.llama_rope import rope_spec
+from cachegen_rag.models.llama_session import LlamaSession
+from cachegen_rag.models.turns import Turns
+from cachegen_rag.rope import RopeSpec
+
+DEFAULT_CONTEXT = 8192  # tokens, or the context the model was trained with if that is shorter
+KEPT_RUNS = 2
+_hashes: dict[tuple[str, int, int], str] = {}  # path, size, mtime -> SHA-256 of the file
+
+
+class LlamaCppModel:
+    """A GGUF model in llama.cpp (a :class:`cachegen_rag.models.base.KVModel`).
+
+    Parameters
+    ----------
+    path : the .gguf file. It must exist; it is loaded on first use.
+    n_ctx : tokens that prompt and answer may have together. None: the model's own context, at most 8,192.
+    n_threads : threads for compute. None: as many as this process may use cores.
+    n_batch : tokens a decode call; longer runs are split.
+    kv_type : type of the engine's cache. Only ``f16`` can be spliced; the others answer by plain prefill.
+    n_gpu_layers : layers to offload, if llama-cpp-python was built for a GPU.
+    keep_tokens : room for leading runs that sessions keep for later ones (``Session.keep``).
+
+    Notes
+    -----
+    The cache is a quarter larger than ``n_ctx``, plus ``keep_tokens``: staged rows that are recomputed instead of
+    taken, and kept runs, need cells of their own.
+
+    Raises
+    ------
+    ModelLoadError
+        The file is missing, is no GGUF, or llama.cpp cannot load it (the last on first use).
+    ConfigError
+        A parameter is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_ctx: int | None = None,
+        n_threads: int | None = None,
+        n_batch: int = 512,
+        kv_type: str = "f16",
+        n_gpu_layers: int = 0,
+        keep_tokens: int = 1024,
+        name: str | None = None,
+    ) -> None:
+        self.path = Path(path)
+        check_gguf(self.path)
+        for field, value, least in (("n_ctx", n_ctx, 8), ("n_threads", n_threads, 1), ("n_batch", n_batch, 1)):
+            if value is not None and value < least:
+                raise ConfigError(f"{field}={value} must be at least {least}")
+        if kv_type not in KV_TYPES:
+            raise ConfigError(f"kv_type={kv_type!r} must be one of {', '.join(KV_TYPES)}")
+        self._n_ctx = n_ctx
+        self._n_threads = n_threads or _usable_cores()
+        self._n_batch = n_batch
+        self._kv_type = kv_type
+        self._n_gpu_layers = n_gpu_layers
+        self.name = name or self.path.stem
+        self.kept = KeptRuns(max(keep_tokens, 0))
+        self._turns = Turns()
+        self._loading = threading.RLock()
+        self._native: NativeModel | None = None
+        self._context: NativeContext | None = None
+        self._refusal: str | None = None
+        self._closed = False
+        self._pieces: dict[int, bytes] = {}
+
+    # What is known of the model: needs its weights loaded, not its context.
+
+    @property
+    def native(self) -> NativeModel:
+        """The loaded weights and vocabulary."""
+        with self._loading:
+            if self._closed:
+                raise ModelError(f"the model {self.name} has been closed")
+            if self._native is None:
+                self._native = NativeModel(self.path, n_gpu_layers=self._n_gpu_layers)
+                weakref.finalize(self, self._native.free)
+            return self._native
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """The GGUF's scalar entries, as text."""
+        return self.native.metadata()
+
+    @cached_property
+    def n_vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.native.n_vocab
+
+    @cached_property
+    def n_head(self) -> int:
+        """Query heads of a layer."""
+        return int(self.native.lib.llama_model_n_head(self.native.pointer))
+
+    @cached_property
+    def n_ctx(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        if self._n_ctx is not None:
+            return self._n_ctx
+        return min(int(self.native.lib.llama_model_n_ctx_train(self.native.pointer)), DEFAULT_CONTEXT)
+
+    @cached_property
+    def shape(self) -> KVShape:
+        """The shape of one token's KV, as the metadata has it."""
+        lib, pointer = self.native.lib, self.native.pointer
+        attention = f"{self.metadata['general.architecture']}.attention"
+        head_dim = int(lib.llama_model_n_embd(pointer)) // max(self.n_head, 1)
+        return KVShape(
+            layers=int(lib.llama_model_n_layer(pointer)),
+            kv_heads=int(lib.llama_model_n_head_kv(pointer)),
+            key_dim=int(self.metadata.get(f"{attention}.key_length", head_dim)),
+            value_dim=int(self.metadata.get(f"{attention}.value_length", head_dim)),
+        )
+
+    @cached_property
+    def rope(self) -> RopeSpec:
+        """How the engine rotates its keys; no rotation for a model that is refused because of it."""
+        try:
+            return self._rope()
+        except SpliceRefusedError:
+            return RopeSpec((), "interleaved")
+
+    def _rope(self) -> RopeSpec:
+        lib, pointer = self.native.lib, self.native.pointer
+        rope_type, trained = lib.llama_model_rope_type(pointer), lib.llama_model_n_ctx_train(pointer)
+        return rope_spec(self.metadata, rope_type, self.shape.key_dim, trained, self.path)
+
+    @cached_property
+    def fingerprint(self) -> ModelFingerprint:
+        """The identity of this model's KV: hashes the whole file once a process."""
+        native = self.native
+        texts = [native.lib.llama_vocab_get_text(native.vocab, i) or b"" for i in range(native.n_vocab)]
+        return ModelFingerprint(
+            weights=file_hash(self.path),
+            tokenizer=hashlib.sha256(canonical_bytes(texts)).hexdigest(),
+            shape=self.shape,
+            rope=RopeSpec(self.rope.inv_freq, "interleaved"),
+            kv_dtype=self._kv_type,
+        )
+
+    @cached_property
+    def bos_id(self) -> int | None:
+        """The id a prompt must begin with, or None."""
+        lib, vocab = self.native.lib, self.native.vocab
+        bos = int(lib.llama_vocab_bos(vocab))
+        return bos if lib.llama_vocab_get_add_bos(vocab) and bos >= 0 else None
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The model's own Jinja chat template."""
+        text = self.native.lib.llama_model_chat_template(self.native.pointer, None)
+        return text.decode("utf-8", "replace") if text else None
+
+    def tokenize(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of ``text``, without BOS or EOS. ``special=False`` keeps control-token markup plain text."""
+        return self.native.tokenize(text.encode("utf-8", "replace"), special) if text else []
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, control tokens by their names; undecodable bytes become U+FFFD."""
+        native = self.native
+        return b"".join(native.piece(int(i), True) for i in token_ids).decode("utf-8", "replace")
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a generated token adds to the answer; control tokens add none."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self.native.piece(token, False)
+        return piece
+
+    def is_end(self, token: int) -> bool:
+        """Whether ``token`` ends an answer."""
+        return bool(self.native.lib.llama_vocab_is_eog(self.native.vocab, token))
+
+    # The context.
+
+    @property
+    def context(self) -> NativeContext:
+        """The engine's context; made, and checked for splicing, on first use."""
+        with self._loading:
+            native = self.native
+            if self._context is None:
+                cells = self.n_ctx + self.n_ctx // 4 + self.kept.room
+                context = NativeContext(
+                    native,
+                    cells=cells,
+                    sequences=FIRST_KEPT + KEPT_RUNS,
+                    n_batch=min(self._n_batch, cells),
+                    n_threads=self._n_threads,
+                    kv_type=self._kv_type,
+                )
+                weakref.finalize(self, context.free)  # runs before the model's: last registered, first run
+                try:
+                    refuse_by_kind(native, self._kv_type)
+                    check_context(context, self.shape, self._rope(), self.n_ctx - 1)
+                except SpliceRefusedError as refusal:
+                    self._refusal = str(refusal)
+                self._context = context
+            return self._context
+
+    @property
+    def refusal(self) -> str | None:
+        """Why this model is not spliced, or None."""
+        if self._context is None:
+            _ = self.context
+        return self._refusal
+
+    @contextmanager
+    def session(self) -> Iterator[LlamaSession]:
+        """Exclusive use of the context with an empty prompt; sessions are served in the order they came.
+
+        Raises ModelError when this thread has one open already, or the model has been closed.
+        """
+        self._turns.acquire()
+        try:
+            session = LlamaSession(self)
+            failed = True
+            try:
+                yield session
+                failed = False
+            except GeneratorExit:
+                failed = False
+                raise
+            finally:
+                session._close(failed)
+        finally:
+            self._turns.release()
+
+    def close(self) -> None:
+        """Free the engine, after the session that is open. Idempotent."""
+        if self._closed:
+            return
+        self._turns.acquire()
+        try:
+            with self._loading:
+                self._closed = True
+                if self._context is not None:
+                    self._context.free()
+                if self._native is not None:
+                    self._native.free()
+        finally:
+            self._turns.release()
+
+    def __enter__(self) -> LlamaCppModel:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LlamaCppModel({str(self.path)!r})"
+
+
+class KeptRuns:
+    """Leading runs of earlier prompts, kept in sequences of their own; the least recently used goes first.
+
+    room : tokens that all of them may have together.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._runs: OrderedDict[int, list[int]] = OrderedDict()  # sequence -> token ids
+
+    def save(self, context: NativeContext, ids: list[int]) -> bool:
+        """Keep the prompt's leading run ``ids``; False if it is empty or too long."""
+        if not 0 < len(ids) <= self.room:
+            return False
+        for sequence, run in self._runs.items():
+            if run[: len(ids)] == ids:
+                self._runs.move_to_end(sequence)
+                return True
+        for sequence in [s for s, run in self._runs.items() if ids[: len(run)] == run]:
+            self._drop(context, sequence)  # the new run contains it
+        while self._runs and (len(self._runs) == KEPT_RUNS or len(ids) + self.tokens > self.room):
+            self._drop(context, next(iter(self._runs)))
+        sequence = next(s for s in range(FIRST_KEPT, FIRST_KEPT + KEPT_RUNS) if s not in self._runs)
+        context.copy(MAIN, sequence, 0, len(ids))
+        self._runs[sequence] = ids
+        return True
+
+    def restore(self, context: NativeContext, ids: Sequence[int]) -> int:
+        """Begin the (empty) prompt with the longest kept run that ``ids`` begins with; its length."""
+        best, length = None, 0
+        for sequence, run in self._runs.items():
+            common = next(
+                (i for i, (a, b) in enumerate(zip(run, ids, strict=False)) if a != b), min(len(run), len(ids))
+            )
+            if common > length:
+                best, length = sequence, common
+        if best is not None:
+            self._runs.move_to_end(best)
+            context.copy(best, MAIN, 0, length)
+        return length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens kept."""
+        return sum(len(run) for run in self._runs.values())
+
+    def forget(self) -> None:
+        """Forget all runs (the context is being cleared)."""
+        self._runs.clear()
+
+    def _drop(self, context: NativeContext, sequence: int) -> None:
+        context.remove(sequence)
+        del self._runs[sequence]
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 (hex) of a file, remembered in this process by path, size and time of change."""
+    stat = path.stat()
+    key = (str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+    if key not in _hashes:
+        digest = hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+        _hashes[key] = digest.hexdigest()
+    return _hashes[key]
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,276 @@
+"""A session of the llama.cpp engine: one prompt under construction (see ``base.Session``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachegen_rag.errors import ContextOverflowError, CorruptBitstreamError, ModelError, SpliceRefusedError
+from cachegen_rag.kv import KV
+from cachegen_rag.models.base import KVTarget, Sampling, Token
+from cachegen_rag.models.llama_native import LIBRARY, MAIN, SCRATCH
+from cachegen_rag.models.llama_sampling import Sampler, TextStream, log_softmax, top_logprobs
+from cachegen_rag.models.llama_state import SequenceState, is_finite, layout, parse
+from cachegen_rag.rope import rotate, to_interleaved
+
+if TYPE_CHECKING:
+    from cachegen_rag.models.llama_cpp import LlamaCppModel
+
+
+class LlamaSession:
+    """Builds a prompt in sequence 0 from decoded tokens and from rows staged in sequence 1 (the library).
+
+    Taking rows shares their cells, so it copies nothing. Made by :meth:`LlamaCppModel.session`.
+    """
+
+    def __init__(self, model: LlamaCppModel) -> None:
+        self._model = model
+        self._context = model.context
+        self._ids: list[int] = []
+        self._staged = np.zeros(model.n_ctx, dtype=bool)  # positions that the library holds
+        self._dropped = 0  # library rows before this position were given up to make room
+        self._computed = 0  # leading tokens that were computed here or kept, not taken
+        self._has_logits = False
+        self._open = True
+
+    @property
+    def length(self) -> int:
+        """Tokens in the prompt so far; the next token has this position."""
+        return len(self._ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of those tokens."""
+        return list(self._ids)
+
+    def decode(self, token_ids: Sequence[int], *, logits: bool = False) -> NDArray[np.float32] | None:
+        """Compute ``token_ids`` at the end of the prompt, in several batches when there are more than ``n_batch``.
+
+        ``logits=True`` returns float32 ``[tokens, vocabulary]``.
+        """
+        ids = [int(i) for i in token_ids]
+        self._check_decode(ids)
+        out = np.empty((len(ids), self._model.n_vocab), np.float32) if logits else None
+        for start in range(0, len(ids), self._context.n_batch):
+            chunk = ids[start : start + self._context.n_batch]
+            self._decode_batch(chunk, logits)
+            if out is not None:
+                out[start : start + len(chunk)] = self._context.logits(len(chunk))
+        return out
+
+    def decode_with_queries(self, token_ids: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """``decode(..., logits=True)`` and the queries float32 ``[layers, tokens, heads, key_dim]``, not rotated."""
+        ids = [int(i) for i in token_ids]
+        self._check_decode(ids)
+        shape, heads, rope = self._model.shape, self._model.n_head, self._model.rope
+        out = np.empty((len(ids), self._model.n_vocab), np.float32)
+        queries = np.empty((shape.layers, len(ids), heads, shape.key_dim), np.float32)
+        for start in range(0, len(ids), self._context.n_batch):
+            chunk = ids[start : start + self._context.n_batch]
+            stop, positions = start + len(chunk), np.arange(self.length, self.length + len(chunk))
+            with self._context.tap.tapped():
+                self._decode_batch(chunk, True)
+            out[start:stop] = self._context.logits(len(chunk))
+            rotated = self._context.tap.queries(shape.layers, len(chunk), heads, shape.key_dim)
+            queries[:, start:stop] = rotate(to_interleaved(rotated, rope), positions, rope, inverse=True)
+        return out, queries
+
+    def reuse(self, token_ids: Sequence[int]) -> int:
+        """Begin the prompt with the longest leading run of ``token_ids`` that an earlier session kept."""
+        self._check_open()
+        if self._ids:
+            raise ModelError(f"reuse begins a prompt; this one has {len(self._ids)} tokens already")
+        count = self._model.kept.restore(self._context, token_ids)
+        self._ids = [int(i) for i in token_ids[:count]]
+        self._computed, self._has_logits = count, False
+        return count
+
+    def keep(self, length: int | None = None) -> bool:
+        """Keep the first ``length`` tokens (default: all) for :meth:`reuse` in later sessions."""
+        self._check_open()
+        length = len(self._ids) if length is None else length
+        if not 0 <= length <= self._computed:
+            raise ModelError(f"only the {self._computed} leading tokens that were computed can be kept, not {length}")
+        return self._model.refusal is None and self._model.kept.save(self._context, self._ids[:length])
+
+    def stage(self, positions: NDArray[np.int32]) -> KVTarget:
+        """Memory for KV rows at these prompt positions: views of the state bytes that ``commit`` restores."""
+        self._check_splice()
+        positions = np.asarray(positions, dtype=np.int32)
+        if positions.ndim != 1 or (len(positions) and (positions[0] < 0 or np.any(np.diff(positions) <= 0))):
+            raise ModelError("positions must be one row of non-negative, strictly increasing numbers")
+        if len(positions) and positions[-1] >= self._model.n_ctx:
+            raise ContextOverflowError(
+                f"a row for position {positions[-1]} does not fit the context of {self._model.n_ctx} tokens"
+            )
+        state = layout(self._model.shape, positions, SCRATCH)
+        return KVTarget(state.keys, state.values, positions, self._model.rope, state)
+
+    def commit(self, target: KVTarget, token_ids: Sequence[int] | None = None) -> None:
+        """Put a filled target into the library."""
+        self._check_splice()
+        state = target.state
+        if not isinstance(state, SequenceState) or len(target.positions) != len(state.positions):
+            raise ModelError("commit takes a whole target from this engine's stage(), not a part of one")
+        if not len(state.positions):
+            return
+        for layer, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
+            if not (is_finite(keys) and is_finite(values)):
+                raise CorruptBitstreamError(f"layer {layer} of the staged KV holds a value that is not finite")
+        positions = target.positions
+        if self._staged[positions].any():
+            breaks = np.flatnonzero(np.diff(positions) > 1) + 1
+            for run in np.split(positions, breaks):
+                self._context.remove(LIBRARY, int(run[0]), int(run[-1]) + 1)
+                self._staged[run] = False
+        if not self._context.set_sequence(SCRATCH, state.data):
+            raise ContextOverflowError(
+                f"the engine's cache has no room for {len(positions)} staged rows beside the prompt's {self.length}"
+            )
+        self._context.copy(SCRATCH, LIBRARY)
+        self._context.remove(SCRATCH)
+        self._staged[positions] = True
+
+    def take(self, start: int, stop: int, token_ids: Sequence[int]) -> None:
+        """Append the library's rows at prompt positions ``start`` to ``stop``."""
+        self._check_splice()
+        if start != self.length or stop < start or len(token_ids) != stop - start:
+            raise ModelError(
+                f"take({start}, {stop}) with {len(token_ids)} ids must begin at the prompt's end, {self.length}, "
+                "and have one id a position"
+            )
+        if stop == start:
+            return
+        if stop > self._model.n_ctx or not self._staged[stop - 1]:
+            raise SpliceRefusedError(f"the library has no row for position {stop - 1}, the last one to be taken")
+        if start < self._dropped:
+            raise SpliceRefusedError(f"library rows before position {self._dropped} were dropped to make room")
+        self._context.copy(LIBRARY, MAIN, start, stop)
+        self._ids.extend(int(i) for i in token_ids)
+        self._has_logits = False
+
+    def export(self, start: int, stop: int) -> KV:
+        """The KV of prompt positions ``start`` to ``stop``: keys float32 without rotation, values float16."""
+        self._check_splice()
+        if not 0 <= start <= stop <= self.length:
+            raise ModelError(f"export({start}, {stop}) is outside the prompt's {self.length} tokens")
+        model = self._model
+        if start == stop:
+            state = layout(model.shape, np.empty(0, np.int32))
+        else:
+            self._context.copy(MAIN, SCRATCH, start, stop)
+            try:
+                state = parse(self._context.get_sequence(SCRATCH), model.shape)
+            finally:
+                self._context.remove(SCRATCH)
+        order = np.argsort(state.positions, kind="stable")
+        positions = state.positions[order]
+        rotated = np.stack([keys[order] for keys in state.keys])
+        keys = rotate(to_interleaved(rotated, model.rope), positions, model.rope, inverse=True)
+        values = np.stack([values[order] for values in state.values])
+        ids = np.asarray(self._ids, dtype=np.int32)[positions]
+        return KV(keys, values, ids, (positions - start).astype(np.int32))
+
+    def truncate(self, length: int) -> None:
+        """Drop everything at positions ``length`` and beyond from the prompt (the library stays)."""
+        self._check_open()
+        if not 0 <= length <= self.length:
+            raise ModelError(f"cannot truncate a prompt of {self.length} tokens to {length}")
+        if length == self.length:
+            return
+        ids, self._ids = self._ids[:length], self._ids[:length]
+        self._computed, self._has_logits = min(self._computed, length), False
+        if not self._context.remove(MAIN, length):  # a recurrent state has no past to go back to
+            self._context.remove(MAIN)
+            self._ids = []
+            self.decode(ids)
+
+    def generate(self, sampling: Sampling) -> Iterator[Token]:
+        """Generate from the end of the prompt; the last token must have been decoded, not taken."""
+        self._check_open()
+        if not self._has_logits:
+            raise ModelError("generate follows a decode: decode at least one token after taking or dropping rows")
+        return self._generate(sampling, Sampler(self._model.native, sampling, self._ids))
+
+    def _generate(self, sampling: Sampling, sampler: Sampler) -> Iterator[Token]:
+        model, stream = self._model, TextStream(sampling.stop)
+        room = max(1, model.n_ctx - self.length)
+        limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        try:
+            for count in range(1, limit + 1):
+                logits = self._context.last_logits()
+                token = sampler.sample(logits)
+                logprob: float | None = None
+                top: tuple[tuple[int, float], ...] = ()
+                if sampling.logprobs is not None:
+                    logprobs = log_softmax(logits)
+                    logprob, top = float(logprobs[token]), top_logprobs(logprobs, sampling.logprobs)
+                ended = model.is_end(token)
+                text = stream.finish() if ended else stream.push(model.piece(token))
+                if not ended and not stream.stopped and count == limit:
+                    text += stream.finish()
+                    yield Token(token, text, logprob, top, "stop" if stream.stopped else "length")
+                    return
+                if ended or stream.stopped:
+                    yield Token(token, text, logprob, top, "stop")
+                    return
+                yield Token(token, text, logprob, top)
+                self._check_open()
+                self._decode_batch([token], False)
+        finally:
+            sampler.free()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ModelError("this session is closed")
+
+    def _check_splice(self) -> None:
+        self._check_open()
+        if self._model.refusal is not None:
+            raise SpliceRefusedError(self._model.refusal)
+
+    def _check_decode(self, ids: list[int]) -> None:
+        self._check_open()
+        if self.length + len(ids) > self._model.n_ctx:
+            raise ContextOverflowError(
+                f"{self.length} tokens of prompt and {len(ids)} more are {self.length + len(ids)}; "
+                f"the context holds {self._model.n_ctx}"
+            )
+        wrong = next((i for i in ids if not 0 <= i < self._model.n_vocab), None)
+        if wrong is not None:
+            raise ModelError(f"token id {wrong} is not in the vocabulary of {self._model.n_vocab}")
+        if ids and self._context.last_position(MAIN) != self.length - 1:
+            raise SpliceRefusedError(f"the prompt lacks the row of its last position, {self.length - 1}")
+
+    def _decode_batch(self, ids: list[int], logits: bool) -> None:
+        """Decode at most ``n_batch`` tokens; the prompt is as before if that fails."""
+        self._has_logits = False
+        try:
+            try:
+                self._context.decode(ids, self.length, all_logits=logits)
+            except ContextOverflowError:
+                if self._dropped >= self.length:
+                    raise
+                self._context.remove(LIBRARY, 0, self.length)  # rows that the prompt has passed
+                self._staged[: self.length], self._dropped = False, self.length
+                self._context.decode(ids, self.length, all_logits=logits)
+        except BaseException:
+            self._context.remove(MAIN, self.length)
+            raise
+        if self._computed == self.length:
+            self._computed += len(ids)
+        self._ids.extend(ids)
+        self._has_logits = True
+
+    def _close(self, failed: bool) -> None:
+        """End the session: an empty context, but for the kept runs."""
+        self._open = False
+        if failed:
+            self._model.kept.forget()
+            self._context.clear()
+        else:
+            for sequence in (MAIN, LIBRARY, SCRATCH):
+                self._context.remove(sequence)
