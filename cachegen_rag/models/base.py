@@ -116,21 +116,46 @@ class Session(Protocol):
         removed, interleaved pairs. For calibration and for query-aware recompute selection.
         """
 
+    def reuse(self, token_ids: Sequence[int]) -> int:
+        """Begin an empty prompt with the longest leading run of ``token_ids`` that an earlier session kept.
+
+        Nothing is computed: the rows are the ones that session computed. Returns the run's length, 0 if none is kept;
+        the caller decodes the rest, at least one token before ``generate``.
+        """
+
+    def keep(self, length: int | None = None) -> bool:
+        """Keep the first ``length`` tokens (default: all) for :meth:`reuse` in later sessions.
+
+        For a chat template's beginning or a warm context. Only tokens that were computed can be kept, none that were
+        taken. The engine bounds what it keeps and drops the least recently used run; False when it does not keep this.
+        """
+
     def stage(self, positions: NDArray[np.int32]) -> KVTarget:
-        """Memory for KV rows at these prompt positions (strictly increasing)."""
+        """Memory for KV rows at these prompt positions (strictly increasing).
+
+        Valid until the session ends. Raises SpliceRefusedError on a model that has a ``refusal`` (as ``commit``,
+        ``take`` and ``export`` do), ContextOverflowError on a position beyond ``n_ctx``.
+        """
 
     def commit(self, target: KVTarget, token_ids: Sequence[int] | None = None) -> None:
-        """Put a filled target into the library. Rows staged before at other positions stay."""
+        """Put a filled target into the library. Rows staged before at other positions stay.
+
+        The whole target that ``stage`` returned, filled in every row. Raises CorruptBitstreamError when it holds a
+        value that is not finite: such a row would spoil what is computed beside it.
+        """
 
     def take(self, start: int, stop: int, token_ids: Sequence[int]) -> None:
         """Append the library's rows at prompt positions ``start`` to ``stop``; ``start`` must equal ``length``.
 
-        Positions that the library lacks inside the run are legal (a pruned cache). ``token_ids`` are the ids of all
-        positions of the run, ``stop - start`` of them.
+        Positions that the library lacks inside the run are legal (a pruned cache), except the last one: what follows
+        must continue from it. ``token_ids`` are the ids of all positions of the run, ``stop - start`` of them.
         """
 
     def export(self, start: int, stop: int) -> KV:
-        """The KV of prompt positions ``start`` to ``stop``, rotation removed, positions counted from ``start``."""
+        """The KV of prompt positions ``start`` to ``stop``, rotation removed, positions counted from ``start``.
+
+        Keys are float32 (the rotation is removed in float32), values as the engine has them.
+        """
 
     def truncate(self, length: int) -> None:
         """Drop everything at positions ``length`` and beyond from the prompt (the library stays)."""

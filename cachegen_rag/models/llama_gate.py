@@ -29,5 +29,5 @@ def _call(typing: Any, address: Any, tensor: Any, ask: Any, data: Any) -> Any:
 @numba.cfunc(types.boolean(types.voidptr, types.boolean, types.voidptr), cache=True)  # type: ignore[untyped-decorator]
 def gate(tensor: Any, ask: Any, data: Any) -> Any:
     """``data`` points to two int64: armed or not, and the address of the callback that answers when armed."""
-    state = numba.carray(data, (2,), np.int64)
+    state = numba.carray(data, (2,), np.int64)  # type: ignore[attr-defined]
     return _call(state[1], tensor, ask, data) if state[0] != 0 else False  # type: ignore[call-arg]
