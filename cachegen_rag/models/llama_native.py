@@ -41,7 +41,7 @@ def library() -> Any:
     return llama_cpp.llama_cpp
 
 
-def _with_log(call: Callable[[], Any]) -> tuple[Any, str]:
+def call_quietly(call: Callable[[], Any]) -> tuple[Any, str]:
     """What ``call`` returns and the errors that llama.cpp logged meanwhile, in one line."""
     lib = library()
     from llama_cpp import _logger
@@ -74,7 +74,7 @@ class NativeModel:
         lib = self.lib = library()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
-        self.pointer, errors = _with_log(lambda: lib.llama_model_load_from_file(str(path).encode(), params))
+        self.pointer, errors = call_quietly(lambda: lib.llama_model_load_from_file(str(path).encode(), params))
         if not self.pointer:
             raise ModelLoadError(
                 f"llama.cpp cannot load {path}: {errors or 'no reason given'}. "
@@ -156,7 +156,7 @@ class NativeContext:
         self.tap = QueryTap()
         params.cb_eval = ctypes.cast(self.tap.callback, lib.ggml_backend_sched_eval_callback)
         params.cb_eval_user_data = self.tap.user_data
-        self.pointer, errors = _with_log(lambda: lib.llama_init_from_model(model.pointer, params))
+        self.pointer, errors = call_quietly(lambda: lib.llama_init_from_model(model.pointer, params))
         if not self.pointer:
             raise ModelLoadError(f"llama.cpp makes no context of {cells} tokens: {errors or 'no reason given'}")
         self.memory = lib.llama_get_memory(self.pointer)
