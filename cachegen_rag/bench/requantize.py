@@ -17,11 +17,11 @@ from cachegen_rag.models.llama_native import call_quietly, check_gguf, library
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7}  # llama_ftype
 
 
-def requantize(path: str | os.PathLike[str], kind: str, folder: str | os.PathLike[str], *, n_threads: int = 1) -> Path:
-    """The GGUF at ``path`` with its weights as ``kind`` (one of ``FILE_TYPES``), written to ``folder`` once.
+def requantize(path: str | os.PathLike[str], target: str | os.PathLike[str], kind: str, *, n_threads: int = 1) -> Path:
+    """Write the GGUF at ``path`` to ``target``, its weights as ``kind`` (one of ``FILE_TYPES``); returns ``target``.
 
-    A second call returns the file made by the first; the file appears whole or not at all. Going up (Q4_1 to f32)
-    keeps the coarser weights' values exactly; going to another quantized format loses a little more.
+    Does nothing when ``target`` is there and newer than ``path``. The file appears whole or not at all. Going up (Q4_1
+    to f32) keeps the coarser weights' values exactly; going to another quantized format loses a little more.
 
     Raises
     ------
@@ -32,16 +32,15 @@ def requantize(path: str | os.PathLike[str], kind: str, folder: str | os.PathLik
     """
     if kind not in FILE_TYPES:
         raise ConfigError(f"kind={kind!r} must be one of {', '.join(FILE_TYPES)}")
-    source, folder = Path(path), Path(folder)
+    source, target = Path(path), Path(target)
     check_gguf(source)
-    target = folder / f"{source.stem}.{kind}.gguf"
     if target.exists() and target.stat().st_mtime_ns >= source.stat().st_mtime_ns:
         return target
-    folder.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     lib = library()
     params = lib.llama_model_quantize_default_params()
     params.ftype, params.nthread, params.allow_requantize = FILE_TYPES[kind], n_threads, True
-    handle, partial = tempfile.mkstemp(dir=folder, suffix=".partial")
+    handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".partial")
     os.close(handle)
     try:
         code, errors = call_quietly(

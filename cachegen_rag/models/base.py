@@ -194,6 +194,10 @@ class KVModel(Protocol):
         """The id a prompt must begin with, or None if this model takes none."""
 
     @property
+    def eos_id(self) -> int | None:
+        """The id that ends a turn, or None."""
+
+    @property
     def chat_template(self) -> str | None:
         """The model's own Jinja chat template."""
 

@@ -6,7 +6,6 @@ Reading order: ``llama_native`` (the raw calls), ``llama_state`` (a sequence's b
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import weakref
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from cachegen_rag.errors import ConfigError, ModelError, SpliceRefusedError
-from cachegen_rag.fingerprint import ModelFingerprint, canonical_bytes
+from cachegen_rag.fingerprint import ModelFingerprint
 from cachegen_rag.kv import KVShape
+from cachegen_rag.models.identity import file_hash, tokenizer_hash
 from cachegen_rag.models.llama_check import check_context, refuse_by_kind
 from cachegen_rag.models.llama_native import FIRST_KEPT, KV_TYPES, MAIN, NativeContext, NativeModel, check_gguf
 from cachegen_rag.models.llama_rope import rope_spec
@@ -29,7 +29,6 @@ from cachegen_rag.rope import RopeSpec
 
 DEFAULT_CONTEXT = 8192  # tokens, or the context the model was trained with if that is shorter
 KEPT_RUNS = 2
-_hashes: dict[tuple[str, int, int], str] = {}  # path, size, mtime -> SHA-256 of the file
 
 
 class LlamaCppModel:
@@ -78,7 +77,7 @@ class LlamaCppModel:
         if kv_type not in KV_TYPES:
             raise ConfigError(f"kv_type={kv_type!r} must be one of {', '.join(KV_TYPES)}")
         self._n_ctx = n_ctx
-        self._n_threads = n_threads or _usable_cores()
+        self.n_threads = n_threads or _usable_cores()
         self._n_batch = n_batch
         self._kv_type = kv_type
         self._n_gpu_layers = n_gpu_layers
@@ -160,7 +159,7 @@ class LlamaCppModel:
         texts = [native.lib.llama_vocab_get_text(native.vocab, i) or b"" for i in range(native.n_vocab)]
         return ModelFingerprint(
             weights=file_hash(self.path),
-            tokenizer=hashlib.sha256(canonical_bytes(texts)).hexdigest(),
+            tokenizer=tokenizer_hash(texts),
             shape=self.shape,
             rope=RopeSpec(self.rope.inv_freq, "interleaved"),
             kv_dtype=self._kv_type,
@@ -172,6 +171,12 @@ class LlamaCppModel:
         lib, vocab = self.native.lib, self.native.vocab
         bos = int(lib.llama_vocab_bos(vocab))
         return bos if lib.llama_vocab_get_add_bos(vocab) and bos >= 0 else None
+
+    @cached_property
+    def eos_id(self) -> int | None:
+        """The id that ends a turn, or None."""
+        eos = int(self.native.lib.llama_vocab_eos(self.native.vocab))
+        return eos if eos >= 0 else None
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -213,7 +218,7 @@ class LlamaCppModel:
                     cells=cells,
                     sequences=FIRST_KEPT + KEPT_RUNS,
                     n_batch=min(self._n_batch, cells),
-                    n_threads=self._n_threads,
+                    n_threads=self.n_threads,
                     kv_type=self._kv_type,
                 )
                 weakref.finalize(self, context.free)  # runs before the model's: last registered, first run
@@ -331,19 +336,6 @@ class KeptRuns:
     def _drop(self, context: NativeContext, sequence: int) -> None:
         context.remove(sequence)
         del self._runs[sequence]
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 (hex) of a file, remembered in this process by path, size and time of change."""
-    stat = path.stat()
-    key = (str(path.resolve()), stat.st_size, stat.st_mtime_ns)
-    if key not in _hashes:
-        digest = hashlib.sha256()
-        with open(path, "rb", buffering=0) as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-        _hashes[key] = digest.hexdigest()
-    return _hashes[key]
 
 
 def _usable_cores() -> int:

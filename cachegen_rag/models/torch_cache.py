@@ -101,6 +101,49 @@ class Library:
         return torch.nonzero(self.present[start:stop])[:, 0] + start
 
 
+class KeptRuns:
+    """Leading runs of earlier prompts, cloned; the least recently used goes first.
+
+    room : tokens that all of them may have together.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._runs: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []  # least recently used first
+
+    def save(self, ids: list[int], cache: PromptCache) -> bool:
+        """Keep the first ``len(ids)`` rows of ``cache``; False if there are none or too many."""
+        n = len(ids)
+        if not 0 < n <= self.room:
+            return False
+        for run in self._runs:
+            if run[0][:n] == ids:
+                self._use(run)
+                return True
+        self._runs = [run for run in self._runs if ids[: len(run[0])] != run[0]]  # those that the new one contains
+        while self._runs and n + sum(len(run[0]) for run in self._runs) > self.room:
+            del self._runs[0]
+        self._runs.append((ids, cache.keys[:, :, :n].clone(), cache.values[:, :, :n].clone()))
+        return True
+
+    def restore(self, ids: Sequence[int], cache: PromptCache) -> int:
+        """Put the longest kept run that ``ids`` begins with at the start of ``cache``; its length."""
+        best, length = None, 0
+        for run in self._runs:
+            ends = min(len(run[0]), len(ids))
+            common = next((i for i in range(ends) if run[0][i] != ids[i]), ends)
+            if common > length:
+                best, length = run, common
+        if best is not None:
+            self._use(best)
+            cache.keys[:, :, :length] = best[1][:, :, :length]
+            cache.values[:, :, :length] = best[2][:, :, :length]
+        return length
+
+    def _use(self, run: tuple[list[int], torch.Tensor, torch.Tensor]) -> None:
+        self._runs = [other for other in self._runs if other is not run] + [run]
+
+
 class RecordingCache(Cache):
     """Keeps what every layer puts in and gives it back as it is: for one pass over tokens that stand alone."""
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cachegen_rag.errors import ContextOverflowError, ModelError, SpliceRefusedError
+from cachegen_rag.errors import ContextOverflowError, CorruptBitstreamError, ModelError, SpliceRefusedError
 from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVTarget, Sampling, Token
 from cachegen_rag.models.text_stream import TextStream
 from cachegen_rag.models.torch_attention import Step, forward
-from cachegen_rag.models.torch_cache import Library, PromptCache
+from cachegen_rag.models.torch_cache import KeptRuns, Library
 from cachegen_rag.models.torch_rope import unrotate
 from cachegen_rag.models.torch_sampling import Sampler
 
@@ -39,12 +39,13 @@ _IN_PLACE = object()
 class TransformersSession:
     """One prompt. Made by ``TransformersModel.session()``."""
 
-    def __init__(self, loaded: Loaded, cache: PromptCache, library: Library) -> None:
-        self._loaded, self._cache, self._library = loaded, cache, library
+    def __init__(self, loaded: Loaded, cache: Any, library: Library, kept: KeptRuns) -> None:
+        self._loaded, self._cache, self._library, self._kept = loaded, cache, library, kept
         self._ids: list[int] = []  # one a position
         self._cells: list[int] = []  # positions of the cache's rows, increasing
         self._queue: list[int] = []  # cells whose rows are still to be computed
         self._logits: torch.Tensor | None = None  # of the last token, if it was computed
+        self._computed = 0  # leading tokens that were computed here or kept, not taken
         self._open = True
         library.clear()
 
@@ -93,6 +94,33 @@ class TransformersSession:
         positions = torch.arange(self.length - len(token_ids), self.length)
         return logits.float().cpu().numpy(), unrotate(queries, positions, self._loaded.rope).cpu().numpy()
 
+    def reuse(self, token_ids: Sequence[int]) -> int:
+        """Begin an empty prompt with the longest leading run of ``token_ids`` that an earlier session kept; its length.
+
+        Raises ModelError when the prompt is not empty.
+        """
+        self._require_open()
+        if self._ids:
+            raise ModelError(f"reuse begins a prompt; this one has {self.length} tokens already")
+        if self._loaded.refusal is not None:
+            return 0
+        self._computed = self._kept.restore(token_ids, self._cache)
+        self._ids = [int(i) for i in token_ids[: self._computed]]
+        self._cells = list(range(self._computed))
+        return self._computed
+
+    def keep(self, length: int | None = None) -> bool:
+        """Keep the first ``length`` tokens (default: all) for :meth:`reuse` in later sessions; False if there is no room.
+
+        Raises ModelError when some of them were taken.
+        """
+        self._require_open()
+        length = self.length if length is None else length
+        if not 0 <= length <= self._computed:
+            raise ModelError(f"only the {self._computed} leading tokens that were computed can be kept, not {length}")
+        self._flush()
+        return self._loaded.refusal is None and self._kept.save(self._ids[:length], self._cache)
+
     def stage(self, positions: NDArray[np.int32]) -> KVTarget:
         """Memory for KV rows at these prompt positions (strictly increasing).
 
@@ -123,7 +151,17 @@ class TransformersSession:
         )
 
     def commit(self, target: KVTarget, token_ids: Sequence[int] | None = None) -> None:
-        """Put a filled target into the library. Rows staged before at other positions stay."""
+        """Put a filled target into the library. Rows staged before at other positions stay.
+
+        Raises CorruptBitstreamError when a value is not finite.
+        """
+        self._require_splicing()
+        for arrays in (target.keys, target.values):
+            for layer, rows in enumerate(arrays):
+                # The sum is finite only if every value is (or, rarely, when large values cancel or overflow: look then).
+                values = torch.as_tensor(rows)
+                if not torch.isfinite(values.sum(dtype=torch.float32)) and not torch.isfinite(values).all():
+                    raise CorruptBitstreamError(f"layer {layer} of the staged KV holds a value that is not finite")
         where = torch.from_numpy(target.positions.astype(np.int64))
         if target.state is not _IN_PLACE:
             on_device = where.to(self._loaded.device)
@@ -135,7 +173,8 @@ class TransformersSession:
     def take(self, start: int, stop: int, token_ids: Sequence[int]) -> None:
         """Append the library's rows at prompt positions ``start`` to ``stop``; ``start`` must equal ``length``.
 
-        Raises ModelError for any other start or a wrong number of ids; ContextOverflowError.
+        Raises ModelError for any other start or a wrong number of ids; ContextOverflowError; SpliceRefusedError when the
+        library lacks the last position.
         """
         if start != self.length or len(token_ids) != stop - start:
             raise ModelError(
@@ -143,14 +182,17 @@ class TransformersSession:
             )
         self._require_room(len(token_ids))
         self._require_splicing()
+        if stop == start:
+            return
+        if not self._library.present[stop - 1]:
+            raise SpliceRefusedError(f"the library has no row for position {stop - 1}, the last one to be taken")
         rows = self._library.rows(start, stop)
         first, n = len(self._cells), len(rows)
-        if n:
-            source: slice | torch.Tensor = slice(int(rows[0]), int(rows[-1]) + 1)
-            if int(rows[-1]) - int(rows[0]) != n - 1:
-                source = rows.to(self._loaded.device)
-            for cache, library in ((self._cache.keys, self._library.keys), (self._cache.values, self._library.values)):
-                cache[:, :, first : first + n] = library[:, :, source]
+        source: slice | torch.Tensor = slice(int(rows[0]), int(rows[-1]) + 1)
+        if int(rows[-1]) - int(rows[0]) != n - 1:
+            source = rows.to(self._loaded.device)
+        for cache, library in ((self._cache.keys, self._library.keys), (self._cache.values, self._library.values)):
+            cache[:, :, first : first + n] = library[:, :, source]
         self._ids.extend(map(int, token_ids))
         self._cells.extend(rows.tolist())
         self._logits = None
@@ -182,9 +224,12 @@ class TransformersSession:
 
     def truncate(self, length: int) -> None:
         """Drop everything at positions ``length`` and beyond from the prompt (the library stays)."""
-        if length >= self.length:
+        self._require_open()
+        if not 0 <= length <= self.length:
+            raise ModelError(f"cannot truncate a prompt of {self.length} tokens to {length}")
+        if length == self.length:
             return
-        length = max(length, 0)
+        self._computed = min(self._computed, length)
         del self._ids[length:]
         del self._cells[int(np.searchsorted(self._cells, length)) :]
         self._queue = [c for c in self._queue if c < len(self._cells)]
@@ -208,7 +253,7 @@ class TransformersSession:
 
     def _generate(self, sampling: Sampling, sampler: Sampler) -> Iterator[Token]:
         text = TextStream(self._loaded.visible_text, sampling.stop)
-        limit = self._loaded.n_ctx - self.length
+        limit = max(1, self._loaded.n_ctx - self.length)  # the last token needs no room: it is not computed
         limit = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)
         self._flush()
         for count in range(1, limit + 1):
@@ -232,7 +277,12 @@ class TransformersSession:
 
     def _append(self, token_ids: Sequence[int]) -> None:
         self._require_room(len(token_ids))
+        wrong = next((i for i in token_ids if not 0 <= i < self._loaded.vocabulary), None)
+        if wrong is not None:
+            raise ModelError(f"token id {wrong} is not in the vocabulary of {self._loaded.vocabulary}")
         first, cell, n = self.length, len(self._cells), len(token_ids)
+        if self._computed == first:
+            self._computed += n
         self._ids.extend(map(int, token_ids))
         self._cells.extend(range(first, first + n))
         self._queue.extend(range(cell, cell + n))

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cachegen_rag.errors import MissingDependencyError, ModelLoadError
+from cachegen_rag.errors import ConfigError, MissingDependencyError, ModelError, ModelLoadError
 from cachegen_rag.fingerprint import ModelFingerprint, canonical_bytes
 from cachegen_rag.kv import KVShape
 from cachegen_rag.models.base import Session
-from cachegen_rag.models.gguf_identity import gguf_hash
+from cachegen_rag.models.identity import file_hash, tokenizer_hash
+from cachegen_rag.models.turns import Turns
 from cachegen_rag.rope import RopeSpec
 
 try:
@@ -28,7 +29,7 @@ try:
     import transformers
 
     from cachegen_rag.models.torch_attention import NAME
-    from cachegen_rag.models.torch_cache import Library, PromptCache
+    from cachegen_rag.models.torch_cache import KeptRuns, Library, PromptCache
     from cachegen_rag.models.torch_session import TransformersSession
     from cachegen_rag.models.transformers_check import inspect
 except ImportError as error:
@@ -99,9 +100,12 @@ class TransformersModel:
     device : for example ``"cuda"``; by default a GPU if there is one.
     dtype : for example ``torch.bfloat16``; by default the checkpoint's own on a GPU and float32 on the CPU.
     n_ctx : tokens that prompt and answer may have together; by default ``DEFAULT_CONTEXT`` or the model's own limit.
+    keep_tokens : room for leading runs that sessions keep for later ones (``Session.keep``).
 
     Raises
     ------
+    ConfigError
+        A parameter is out of range.
     ModelLoadError
         On first use: the model is missing, unreadable, or no decoder-only model.
     """
@@ -114,15 +118,20 @@ class TransformersModel:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         n_ctx: int | None = None,
+        keep_tokens: int = 1024,
     ) -> None:
+        if n_ctx is not None and n_ctx < 8:
+            raise ConfigError(f"n_ctx={n_ctx} must be at least 8")
         self._source, self._gguf = os.fspath(path_or_id), gguf_file
         if gguf_file is None and self._source.endswith(".gguf"):
             self._source, self._gguf = os.path.split(self._source)
         self._device, self._dtype, self._n_ctx = device, dtype, n_ctx
         self._given: tuple[Any, Any] | None = None
         self._loaded: Loaded | None = None
-        self._memory: tuple[PromptCache, Library] | None = None
-        self._loading, self._busy = threading.Lock(), threading.Lock()
+        self._memory: tuple[PromptCache | None, Library] | None = None
+        self._kept = KeptRuns(max(keep_tokens, 0))
+        self._loading, self._turns = threading.Lock(), Turns()
+        self._closed = False
 
     @classmethod
     def from_loaded(cls, model: Any, tokenizer: Any, *, n_ctx: int | None = None) -> TransformersModel:
@@ -201,26 +210,36 @@ class TransformersModel:
     def session(self) -> Iterator[Session]:
         """Exclusive use of the context with an empty prompt; waits for the session before it."""
         loaded = self._load()
-        with self._busy:
+        self._turns.acquire()
+        session = None
+        try:
             if self._memory is None:
                 library = Library(loaded.shape, loaded.n_ctx, loaded.dtype, loaded.device)
-                self._memory = (loaded.prompt_cache() if loaded.refusal is None else loaded.plain_cache(), library)
+                self._memory = (loaded.prompt_cache() if loaded.refusal is None else None, library)
             cache, library = self._memory
-            session = TransformersSession(loaded, cache if loaded.refusal is None else loaded.plain_cache(), library)
-            try:
-                yield session
-            finally:
+            session = TransformersSession(loaded, cache or loaded.plain_cache(), library, self._kept)
+            yield session
+        finally:
+            if session is not None:
                 session.close()
+            self._turns.release()
 
     def close(self) -> None:
         """Free the engine. Idempotent."""
-        with self._busy, self._loading:
-            self._loaded = self._memory = None
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        self._turns.acquire()
+        try:
+            with self._loading:
+                self._loaded = self._memory = self._given = None
+                self._kept, self._closed = KeptRuns(0), True
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+        finally:
+            self._turns.release()
 
     def _load(self) -> Loaded:
         with self._loading:
+            if self._closed:
+                raise ModelError(f"the model {self.name} has been closed")
             if self._loaded is None:
                 self._loaded = self._read()
             return self._loaded
@@ -264,7 +283,7 @@ class TransformersModel:
         gguf = {"gguf_file": self._gguf} if self._gguf else {}
         options = {"local_files_only": True, **gguf}
         if self._gguf:
-            weights = tokens = gguf_hash(folder / self._gguf)
+            weights, tokens = file_hash(folder / self._gguf), tokenizer_hash(_gguf_tokens(folder / self._gguf))
             # "auto" would keep what the file's blocks expand to.
             dtype = torch.float16 if dtype == "auto" else dtype
         try:
@@ -293,6 +312,15 @@ class TransformersModel:
             ) from error
 
 
+def _gguf_tokens(path: Path) -> list[bytes]:
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).get_field("tokenizer.ggml.tokens")
+    if field is None:
+        raise ModelLoadError(f"{path} has no tokenizer")
+    return [bytes(field.parts[i]) for i in field.data]
+
+
 def _config_bytes(config: Any) -> bytes:
     fields = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
     return json.dumps(fields, sort_keys=True, default=str).encode()
@@ -301,7 +329,7 @@ def _config_bytes(config: Any) -> bytes:
 def _hash_files(folder: Path, config: Any) -> str:
     """Of the weight files' bytes and of the config, without names and paths."""
     files = sorted(folder.glob("*.safetensors"))
-    parts = [gguf_hash(file) for file in files]
+    parts = [file_hash(file) for file in files]
     return hashlib.sha256(canonical_bytes([*parts, _config_bytes(config)])).hexdigest()
 
 

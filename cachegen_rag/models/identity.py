@@ -1,19 +1,21 @@
-"""The identity of a GGUF file, the same for every engine that loads it."""
+"""The identity of a model file, the same for every engine that loads it."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
 from cachegen_rag.errors import ModelLoadError
+from cachegen_rag.fingerprint import canonical_bytes
 
 _BLOCK = 1 << 22
 
 
-def gguf_hash(path: str | os.PathLike[str]) -> str:
-    """SHA-256 (64 hex digits) of the whole file: weights, tokenizer and metadata alike.
+def file_hash(path: str | os.PathLike[str]) -> str:
+    """SHA-256 (64 hex digits) of the whole file.
 
     A file is read once per process as long as its path, size and modification time stay the same.
 
@@ -37,3 +39,8 @@ def _hash(path: str, size: int, modified: int) -> str:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def tokenizer_hash(tokens: Iterable[bytes]) -> str:
+    """SHA-256 (64 hex digits) of a vocabulary: the tokens' own bytes in the order of their ids."""
+    return hashlib.sha256(canonical_bytes(list(tokens))).hexdigest()
