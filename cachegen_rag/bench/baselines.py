@@ -27,10 +27,12 @@ Rows = NDArray[np.float32]
 class Peer(ABC):
     """A codec that treats every layer's keys and values as matrices ``[tokens, channels]``.
 
-    ``rope`` is the canonical one (interleaved pairs). ``name`` is the peer's name in results.
+    ``rope`` is the canonical one (interleaved pairs). ``family`` and ``setting`` name the peer in results; a family's
+    settings are points of one curve.
     """
 
-    name: str
+    family: str
+    setting: str = "default"
 
     def __init__(self, shape: KVShape, rope: RopeSpec) -> None:
         self.shape, self.rope = shape, rope
@@ -69,7 +71,7 @@ class Peer(ABC):
 class Float16(Peer):
     """What an fp16 cache holds."""
 
-    name = "fp16"
+    family = "fp16"
 
     def encode_rows(self, rows: Rows, layer: int, which: int) -> bytes:
         return rows.astype("<f2").tobytes()
@@ -97,7 +99,7 @@ def _inverse(scale: NDArray[Any]) -> Rows:
 class Q8(Peer):
     """llama.cpp q8_0: blocks of 32, an fp16 scale, 8-bit integers. 8.5 bits an element."""
 
-    name = "q8_0"
+    family = "q8_0"
     record = np.dtype([("d", "<f2"), ("q", "i1", (BLOCK,))])
 
     def encode_rows(self, rows: Rows, layer: int, which: int) -> bytes:
@@ -118,7 +120,7 @@ class Q8(Peer):
 class Q4(Peer):
     """llama.cpp q4_0: blocks of 32, an fp16 scale, 4-bit integers. 4.5 bits an element."""
 
-    name = "q4_0"
+    family = "q4_0"
     record = np.dtype([("d", "<f2"), ("q", "u1", (BLOCK // 2,))])
 
     def encode_rows(self, rows: Rows, layer: int, which: int) -> bytes:
@@ -141,7 +143,7 @@ class Q4(Peer):
 class Int8PerToken(Peer):
     """8-bit uniform quantization, one fp16 scale and minimum a token and layer (vectorwise, as CacheGen's baseline)."""
 
-    name = "int8_per_token"
+    family = "int8_per_token"
 
     def encode_rows(self, rows: Rows, layer: int, which: int) -> bytes:
         low = rows.min(1, keepdims=True).astype("<f2")
@@ -164,13 +166,14 @@ class LMCache(Peer):
     ``chunk`` tokens are coded at a time, each chunk with its own tables (LMCache's default is 256).
     """
 
+    # One family a chunk size: chunk sizes are deployments, not points of one curve.
     key_bins = ((10, 32), (None, 16))
     value_bins = ((2, 32), (None, 16))
     table_entries = 33
 
     def __init__(self, shape: KVShape, rope: RopeSpec, chunk: int = 256) -> None:
         super().__init__(shape, rope)
-        self.chunk, self.name = chunk, f"lmcache_cachegen_{chunk}"
+        self.chunk, self.family = chunk, f"lmcache_cachegen_{chunk}"
 
     def half_bins(self, layer: int, which: int) -> int:
         """The largest quantized magnitude, C = bins / 2 - 1."""
@@ -224,13 +227,14 @@ class CacheGen(Peer):
     and coarser levels. :meth:`fit` profiles; tables are the model's and cost no bytes.
     """
 
+    family = "cachegen_paper"
     group = 10
     bins = (0.5, 1.0, 1.5)
     limit = 127
 
     def __init__(self, shape: KVShape, rope: RopeSpec, scale: float = 1.0) -> None:
         super().__init__(shape, rope)
-        self.scale, self.name = scale, f"cachegen_paper_{scale:g}"
+        self.scale, self.setting = scale, f"bins x {scale:g}"
         self._tables: dict[tuple[int, int], tuple[NDArray[np.uint32], NDArray[np.uint32]]] = {}
         self._deviation: dict[tuple[int, int], float] = {}
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVModel, KVTarget
-from cachegen_rag.rope import from_interleaved, rotate
 
 RESAMPLES = 2000
 _ROWS = 32  # rows of logits that are converted to float64 at a time
@@ -107,14 +106,6 @@ def changed_run(
         logits = session.decode(continuation.tolist(), logits=True)
     assert logits is not None
     return logits
-
-
-def write_kv(kv: KV, target: KVTarget) -> None:
-    """Rotate ``kv`` to the target's positions and write it there: the plain way, for codecs that return a KV."""
-    keys = from_interleaved(rotate(kv.keys, target.positions, target.rope), target.rope)
-    for layer, (to_keys, to_values) in enumerate(zip(target.keys, target.values, strict=True)):
-        to_keys[...] = keys[layer]
-        to_values[...] = kv.values[layer]
 
 
 def difference(exact: NDArray[np.float32], changed: NDArray[np.float32], continuation: NDArray[np.int32]) -> Difference:
