@@ -41,14 +41,15 @@ def convert(
     """
     given = [_document(item) for item in documents or ()]
     turns = [_message(message, is_stored) for message in messages]
-    if instructions:
-        turns = _instruct(turns, instructions)
     text = "\n".join(part if isinstance(part, str) else part.text for turn in turns for part in turn.parts)
     missing = [document for document in given if document.text and document.text not in text]
     artifacts = [d for m in messages if isinstance(m, ToolMessage) for d in _artifact(m)]
     turns = KnownTexts([*artifacts, *given]).match(turns)  # the last of equal texts names it: the argument's
     turns = known.match(turns)
-    return with_documents(turns, missing)
+    if missing:  # in front of the last human message, also when tool results follow it
+        asked = 1 + max((i for i, m in enumerate(messages) if m.type == "human"), default=len(messages) - 1)
+        turns = with_documents(turns[:asked], missing) + turns[asked:]
+    return _instruct(turns, instructions) if instructions else turns
 
 
 def _message(message: BaseMessage, is_stored: Callable[[str], bool]) -> Message:
