@@ -1,12 +1,10 @@
-"""Choose tokens with llama.cpp's own samplers, and turn token bytes into text without breaking characters or stops."""
+"""Choose tokens with llama.cpp's own samplers."""
 
 from __future__ import annotations
 
-import codecs
 import ctypes
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,42 +130,3 @@ def top_logprobs(logprobs: NDArray[np.float32], count: int) -> tuple[tuple[int, 
     best = np.argpartition(-logprobs, count - 1)[:count]
     best = best[np.argsort(-logprobs[best], kind="stable")]
     return tuple((int(i), float(logprobs[i])) for i in best)
-
-
-class TextStream:
-    """Token bytes in, text out: characters whole, nothing that may yet turn out to begin a stop string."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._decoder: Any = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
-        self.stopped = False
-
-    def push(self, piece: bytes) -> str:
-        """The text that has become certain. Once ``stopped``, everything before the stop string has been returned."""
-        return self._release(self._decoder.decode(piece))
-
-    def finish(self) -> str:
-        """What was held back; an unfinished character becomes U+FFFD."""
-        text = self._release(self._decoder.decode(b"", True))
-        if self.stopped:
-            return text
-        text, self._held = text + self._held, ""
-        return text
-
-    def _release(self, text: str) -> str:
-        if self.stopped:
-            return ""
-        held = self._held + text
-        ends = [at for at in (held.find(stop) for stop in self._stop) if at >= 0]
-        if ends:
-            self.stopped, self._held = True, ""
-            return held[: min(ends)]
-        keep = max((_overlap(held, stop) for stop in self._stop), default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -12,8 +12,9 @@ from cachegen_rag.errors import ContextOverflowError, CorruptBitstreamError, Mod
 from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVTarget, Sampling, Token
 from cachegen_rag.models.llama_native import LIBRARY, MAIN, SCRATCH
-from cachegen_rag.models.llama_sampling import Sampler, TextStream, log_softmax, top_logprobs
+from cachegen_rag.models.llama_sampling import Sampler, log_softmax, top_logprobs
 from cachegen_rag.models.llama_state import SequenceState, is_finite, layout, parse
+from cachegen_rag.models.text_stream import ByteStream
 from cachegen_rag.rope import rotate, to_interleaved
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class LlamaSession:
         return self._generate(sampling, Sampler(self._model.native, sampling, self._ids))
 
     def _generate(self, sampling: Sampling, sampler: Sampler) -> Iterator[Token]:
-        model, stream = self._model, TextStream(sampling.stop)
+        model, stream = self._model, ByteStream(sampling.stop)
         room = max(1, model.n_ctx - self.length)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         try:
