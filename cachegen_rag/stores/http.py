@@ -33,7 +33,6 @@ from pydantic import SecretStr
 
 from cachegen_rag.errors import (
     ConfigError,
-    CorruptBitstreamError,
     DeadlineExceededError,
     MissingDependencyError,
     StoreError,
@@ -55,6 +54,8 @@ T = TypeVar("T")
 REQUEST_SECONDS = 300.0
 """Longest a request without a deadline may take, retries included."""
 MAX_RETRY_AFTER = 60.0
+SILENT_SECONDS = 1.0
+"""A server from which nothing came for so long when a deadline passed has failed; otherwise it was just slow."""
 _CLOSED = "this HTTP store is closed"
 
 
@@ -141,7 +142,7 @@ class HTTPStore:
         name = check_name(namespace, key)
         check_deadline(name, deadline)
         read = _Read(self, name, max_bytes, on_bytes or (lambda n: None))
-        return self._submit(self._retrying(name, read.attempt, deadline, priority))
+        return self._submit(self._retrying(name, read.attempt, deadline, priority, read.heard))
 
     def put(self, namespace: Namespace, key: str, data: bytes, *, deadline: float | None = None) -> None:
         name = check_object(namespace, key, data)
@@ -180,12 +181,20 @@ class HTTPStore:
                 return response.status_code in yes
             raise self._refused(response, name)
 
-        return _wait(self._submit(self._retrying(name, attempt, None)))
+        return _wait(self._submit(self._retrying(name, attempt)))
 
     async def _retrying(
-        self, name: str, attempt: Callable[[], Awaitable[T]], deadline: float | None, priority: float = math.inf
+        self,
+        name: str,
+        attempt: Callable[[], Awaitable[T]],
+        deadline: float | None = None,
+        priority: float = math.inf,
+        heard: Callable[[], float] = lambda: -math.inf,
     ) -> T:
-        """The result of ``attempt``, tried again where that may help, within the deadline."""
+        """The result of ``attempt``, tried again where that may help, within the deadline.
+
+        ``heard`` tells when the server last sent something: one that is merely slow is not held to be ill.
+        """
         end = min(math.inf if deadline is None else deadline, time.monotonic() + REQUEST_SECONDS)
         last: _Transient | None = None
 
@@ -216,7 +225,8 @@ class HTTPStore:
             result = await asyncio.wait_for(tries(), end - time.monotonic())
         except (asyncio.TimeoutError, TimeoutError) as error:
             reason = f"last: {last}" if last else "no answer"
-            self._health.failed(reason)
+            if time.monotonic() - heard() > SILENT_SECONDS:
+                self._health.failed(reason)
             raise DeadlineExceededError(f"the deadline passed before {self.url}/{name} was done ({reason})") from error
         except _Transient as error:
             self._health.failed(str(error))
@@ -271,6 +281,15 @@ class _Read:
     def __init__(self, store: HTTPStore, name: str, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
         self.store, self.name, self.max_bytes, self.on_bytes = store, name, max_bytes, on_bytes
         self.body = bytearray()
+        self._last = -math.inf
+
+    def heard(self) -> float:
+        """When something of the object last arrived, ``time.monotonic()``."""
+        return self._last
+
+    def _arrived(self, size: int) -> None:
+        self._last = time.monotonic()
+        self.on_bytes(size)
 
     async def attempt(self) -> bytes | None:
         # A manifest may be replaced between two attempts, so only what is named by its hash is taken up again.
@@ -278,7 +297,7 @@ class _Read:
         headers = {"Range": f"bytes={start}-"} if start else {}
         where = f"{self.store.url}/{self.name}"
         async with self.store._client.stream("GET", f"{self.store.url}/{self.name}", headers=headers) as response:
-            self.on_bytes(0)
+            self._arrived(0)
             if response.status_code in (404, 410):
                 return None
             if start and response.status_code in (206, 416):
@@ -296,7 +315,7 @@ class _Read:
             async for piece in response.aiter_raw():
                 check_size(where, len(self.body) + len(piece), self.max_bytes)
                 self.body += piece
-                self.on_bytes(len(piece))
+                self._arrived(len(piece))
         return bytes(self.body)
 
 
@@ -365,8 +384,6 @@ def _transport_errors(where: str) -> Iterator[None]:
     except httpx.StreamError as error:
         raise _Transient(f"{where}: {error}") from error
     except ValueError as error:  # a header that httpx cannot make sense of
-        if isinstance(error, CorruptBitstreamError):
-            raise
         raise _Transient(f"{where}: the answer makes no sense ({type(error).__name__})") from error
 
 
