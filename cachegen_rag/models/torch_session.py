@@ -110,7 +110,7 @@ class TransformersSession:
         return self._computed
 
     def keep(self, length: int | None = None) -> bool:
-        """Keep the first ``length`` tokens (default: all) for :meth:`reuse` in later sessions; False if there is no room.
+        """Keep the first ``length`` tokens (default: all) for :meth:`reuse` in later sessions; False without room.
 
         Raises ModelError when some of them were taken.
         """
@@ -157,11 +157,7 @@ class TransformersSession:
         """
         self._require_splicing()
         for arrays in (target.keys, target.values):
-            for layer, rows in enumerate(arrays):
-                # The sum is finite only if every value is (or, rarely, when large values cancel or overflow: look then).
-                values = torch.as_tensor(rows)
-                if not torch.isfinite(values.sum(dtype=torch.float32)) and not torch.isfinite(values).all():
-                    raise CorruptBitstreamError(f"layer {layer} of the staged KV holds a value that is not finite")
+            _require_finite([torch.as_tensor(rows) for rows in arrays])
         where = torch.from_numpy(target.positions.astype(np.int64))
         if target.state is not _IN_PLACE:
             on_device = where.to(self._loaded.device)
@@ -173,8 +169,8 @@ class TransformersSession:
     def take(self, start: int, stop: int, token_ids: Sequence[int]) -> None:
         """Append the library's rows at prompt positions ``start`` to ``stop``; ``start`` must equal ``length``.
 
-        Raises ModelError for any other start or a wrong number of ids; ContextOverflowError; SpliceRefusedError when the
-        library lacks the last position.
+        Raises ModelError for any other start or a wrong number of ids; ContextOverflowError; SpliceRefusedError when
+        the library lacks the last position.
         """
         if start != self.length or len(token_ids) != stop - start:
             raise ModelError(
@@ -247,7 +243,7 @@ class TransformersSession:
         Raises ModelError (nothing decoded last), ConfigError (a grammar, which this engine does not have).
         """
         sampler = Sampler(sampling, self._loaded.device)
-        if not self._queue and self._logits is None:
+        if self._logits is None and self._queue[-1:] != [len(self._cells) - 1]:
             raise ModelError("decode at least one token before generating: logits are not part of stored KV")
         return self._generate(sampling, sampler)
 
@@ -341,3 +337,12 @@ class TransformersSession:
         """``[layers, kv_heads, n, dim]`` as one ``[n, kv_heads, dim]`` view a layer."""
         rows = memory.transpose(1, 2)
         return list(rows) if self._loaded.device.type != "cpu" else [layer.numpy() for layer in rows]
+
+
+def _require_finite(layers: list[torch.Tensor]) -> None:
+    # A sum is finite where every value is, unless it overflows or cancels: look closer then. One wait for the device.
+    if not layers or torch.isfinite(torch.stack([rows.sum(dtype=torch.float32) for rows in layers])).all():
+        return
+    for layer, rows in enumerate(layers):
+        if not torch.isfinite(rows).all():
+            raise CorruptBitstreamError(f"layer {layer} of the staged KV holds a value that is not finite")

@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """The transformers engine on tiny random models: equal to the model itself, spliced or not."""
 
 from __future__ import annotations
@@ -11,13 +12,20 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cachegen_rag.errors import ConfigError, ContextOverflowError, ModelError, ModelLoadError, SpliceRefusedError  # noqa: E402
-from cachegen_rag.kv import KV  # noqa: E402
-from cachegen_rag.models.base import KVTarget, Sampling  # noqa: E402
-from cachegen_rag.models.transformers import TransformersModel  # noqa: E402
-from cachegen_rag.rope import from_interleaved, rotate  # noqa: E402
+from cachegen_rag.errors import (
+    ConfigError,
+    ContextOverflowError,
+    CorruptBitstreamError,
+    ModelError,
+    ModelLoadError,
+    SpliceRefusedError,
+)
+from cachegen_rag.kv import KV
+from cachegen_rag.models.base import KVTarget, Sampling
+from cachegen_rag.models.transformers import TransformersModel
+from cachegen_rag.rope import from_interleaved, rotate
 
 SMALL = {
     "vocab_size": 300,
@@ -431,6 +439,26 @@ def test_misuse_is_named(llama):
         with pytest.raises(ModelError, match="decode at least one token"):
             s.generate(Sampling())
         s.decode([1])
+        with pytest.raises(SpliceRefusedError, match="no row for position 1"):
+            s.take(1, 2, [7])
+        target = s.stage(np.asarray([1], dtype=np.int32))
+        for rows in (*target.keys, *target.values):
+            rows[...] = 1
+        target.values[2][0, 1, 3] = np.nan
+        with pytest.raises(CorruptBitstreamError, match="layer 2"):
+            s.commit(target)
+        target.values[2][0, 1, 3] = 0
+        s.commit(target)
+        s.take(1, 2, [7])
+        with pytest.raises(ModelError, match="decode at least one token"):
+            s.generate(Sampling())
+        s.decode([1])
+        with pytest.raises(ModelError, match="only the 1 leading tokens"):
+            s.keep()
+        with pytest.raises(ModelError, match="vocabulary of 300"):
+            s.decode([300])
+        with pytest.raises(ModelError, match="truncate"):
+            s.truncate(9)
         with pytest.raises(ConfigError, match="grammar"):
             s.generate(Sampling(grammar='root ::= "a"'))
         with pytest.raises(ModelError, match="do not continue"):
@@ -443,6 +471,27 @@ def test_misuse_is_named(llama):
         s.decode([1])
     with pytest.raises(ModelLoadError, match="no-such-model"):
         _ = TransformersModel("no-such-model/at-all").shape
+
+
+def test_a_kept_run_begins_a_later_prompt(llama):
+    model, inner = llama
+    ids = ids_of(80)
+    with model.session() as s:
+        assert s.reuse(ids) == 0
+        s.decode(ids[:50])
+        assert s.keep(40)
+    other = [*ids[:30], *ids_of(30, 5)]
+    for prompt, kept in ((ids, 40), (other, 30), (ids, 40)):
+        with model.session() as s:
+            assert s.reuse(prompt) == kept == s.length
+            close(s.decode(prompt[kept:], logits=True), direct_logits(inner, prompt)[kept:])
+            with pytest.raises(ModelError, match="begins a prompt"):
+                s.reuse(prompt)
+    with model.session() as s:
+        s.decode(ids_of(1100 - 700, 8))
+        assert s.keep() and not s._kept.save(list(range(2000)), s._cache)
+    with model.session() as s:
+        assert s.reuse(ids) == 40, "both fit"
 
 
 def test_sessions_wait_for_each_other(llama):
@@ -479,3 +528,5 @@ def test_a_saved_model_loads_from_its_folder_with_the_same_identity(llama, tmp_p
     assert len(weights) == 3 and weights[0].shape == (64, 64)
     two.close()
     two.close()
+    with pytest.raises(ModelError, match="closed"):
+        _ = two.shape
