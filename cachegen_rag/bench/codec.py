@@ -27,7 +27,7 @@ from cachegen_rag.bench.baselines import Peer, peers
 from cachegen_rag.bench.codec_speed import measure_memory, measure_speed
 from cachegen_rag.bench.quality import Difference, Exact, changed_run, difference, exact_run, summarize
 from cachegen_rag.bench.requantize import requantize
-from cachegen_rag.bench.texts import Data, Passage, is_held_out, load, passages
+from cachegen_rag.bench.texts import Data, Passage, load, passages
 from cachegen_rag.codec import Codec
 from cachegen_rag.codec.calibrate import calibrate
 from cachegen_rag.codec.profile import Profile, shipped_profile
@@ -186,14 +186,13 @@ def run(
     engine = _engine(model, threads)
     setting = Setting.of(engine, placement)
     texts = load(data)
-    held_out, tuned = [t for t in texts if is_held_out(t)], [t for t in texts if not is_held_out(t)]
-    long = passages(engine, held_out, tokens=tokens, continuation=continuation, count=documents)
-    codec = Codec(_profile(engine, profile, tuned, say), setting.fingerprint())
+    long = passages(engine, texts.held_out, tokens=tokens, continuation=continuation, count=documents)
+    codec = Codec(_profile(engine, profile, texts.tuned, say), setting.fingerprint())
     measured_levels = list(codec.levels) if levels is None else list(levels)
     fitted: list[KV] = []
     if with_peers:
         say("profiling the peers")
-        sample = passages(engine, tuned, tokens=tokens, continuation=0, count=calibration)
+        sample = passages(engine, texts.tuned, tokens=tokens, continuation=0, count=calibration)
         fitted = [setting.kv(p.document) for p in sample]
     rows: Rows = []
     for length in filter(None, (tokens, short_tokens)):

@@ -1,7 +1,8 @@
-"""Texts that benchmarks measure on, cut into documents. Half of all texts is held out, decided by a hash.
+"""Texts that benchmarks measure on, cut into documents. Half of all pieces of text is held out, decided by a hash.
 
 Profiles are calibrated and settings tuned on the other half only, so no figure is reported on a text that anything
-was fitted to.
+was fitted to. A piece is the unit in which texts recur: LongChat prompts are shuffles of one pool of conversations,
+and MuSiQue questions share passages, so a division by prompt or question would not hold anything out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -22,8 +24,17 @@ from cachegen_rag.errors import ConfigError
 from cachegen_rag.models.base import KVModel
 
 Data = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
-STANDARD_TEXT_CHARS = 12_000
-"""Topics of Python's manual are joined to texts of about this length."""
+KEY_CHARS = 200
+"""Pieces that begin with the same so many letters are the same piece."""
+_CONVERSATION = re.compile(r"(?=USER: I would like to discuss the topic of )")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Long texts, one a source and half: to fit things on, and to report on. No piece occurs twice or in both."""
+
+    tuned: tuple[str, ...]
+    held_out: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,15 +45,16 @@ class Passage:
     continuation: NDArray[np.int32]
 
 
-def is_held_out(text: str) -> bool:
-    """Whether a text belongs to the half that nothing is tuned on."""
-    return bool(hashlib.sha256(text.encode()).digest()[0] & 1)
+def is_held_out(piece: str) -> bool:
+    """Whether a piece of text belongs to the half that nothing is tuned on."""
+    return bool(hashlib.sha256(_key(piece).encode()).digest()[0] & 1)
 
 
-def load(data: Data = None) -> list[str]:
-    """Texts of files: MuSiQue-like ``.json`` (passages joined), ``.jsonl`` with ``prompt`` or ``text``, plain text.
+def load(data: Data = None) -> Texts:
+    """Texts of files: MuSiQue-like ``.json`` (passages), ``.jsonl`` with ``prompt`` or ``text``, plain text.
 
     A directory stands for its files. None: the texts shipped with the package and the manual that ships with Python.
+    A text of a single piece, such as a plain file, is divided at its paragraphs.
 
     Raises
     ------
@@ -50,17 +62,28 @@ def load(data: Data = None) -> list[str]:
         A path does not exist, or holds no text.
     """
     if data is None:
-        return [*_shipped(), *_python_manual()]
-    paths = [data] if isinstance(data, (str, os.PathLike)) else list(data)
-    texts = [text for path in paths for text in _read(Path(path)) if text.strip()]
-    if not texts:
-        raise ConfigError(f"data = {', '.join(map(str, paths))}: no texts in there")
-    return texts
+        sources = [pieces for pieces in (list(_shipped()), list(_python_manual())) if pieces]
+    else:
+        paths = [data] if isinstance(data, (str, os.PathLike)) else list(data)
+        sources = [pieces for path in paths for pieces in _sources(Path(path)) if pieces]
+    seen: set[str] = set()
+    tuned, held_out = [], []
+    for pieces in sources:
+        halves: tuple[list[str], list[str]] = ([], [])
+        for piece in pieces if len(pieces) > 1 else _paragraphs(pieces[0]):
+            if piece.strip() and _key(piece) not in seen:
+                seen.add(_key(piece))
+                halves[is_held_out(piece)].append(piece.strip())
+        tuned += ["\n\n".join(halves[0])] * bool(halves[0])
+        held_out += ["\n\n".join(halves[1])] * bool(halves[1])
+    if not tuned and not held_out:
+        raise ConfigError(f"data={data!r}: no texts in there")
+    return Texts(tuple(tuned), tuple(held_out))
 
 
 def shipped_text() -> str:
     """One long held-out text, from those that :func:`load` finds by default."""
-    return "\n\n".join(text for text in load() if is_held_out(text))
+    return "\n\n".join(load().held_out)
 
 
 def passages(model: KVModel, texts: Sequence[str], *, tokens: int, continuation: int, count: int) -> list[Passage]:
@@ -75,7 +98,7 @@ def passages(model: KVModel, texts: Sequence[str], *, tokens: int, continuation:
         The texts do not yield so many.
     """
     size = tokens + continuation
-    ids = [np.asarray(model.tokenize(text[: 12 * size * count]), np.int32) for text in texts]
+    ids = [np.asarray(model.tokenize(text[: 8 * size * count]), np.int32) for text in texts]
     found: list[Passage] = []
     for window in range(count):
         for text in ids:
@@ -87,39 +110,55 @@ def passages(model: KVModel, texts: Sequence[str], *, tokens: int, continuation:
     return found
 
 
-def _read(path: Path) -> Iterator[str]:
+def _sources(path: Path) -> Iterator[list[str]]:
+    """The pieces of every file at or below ``path``."""
     if path.is_dir():
         for file in sorted(path.iterdir()):
             if file.suffix in {".json", ".jsonl", ".md", ".txt", ".rst"}:
-                yield from _read(file)
+                yield from _sources(file)
         return
     try:
         content = path.read_text(encoding="utf-8", errors="replace")
+        if path.suffix == ".json":
+            yield [piece for item in json.loads(content) for piece in _pieces(item)]
+        elif path.suffix == ".jsonl":
+            yield [piece for line in content.splitlines() if line.strip() for piece in _pieces(json.loads(line))]
+        else:
+            yield [content]
     except OSError as error:
-        raise ConfigError(f"data = {path}: cannot be read ({error.strerror})") from error
-    if path.suffix == ".json":
-        yield from (_text_of(item) for item in json.loads(content))
-    elif path.suffix == ".jsonl":
-        yield from (_text_of(json.loads(line)) for line in content.splitlines() if line.strip())
-    else:
-        yield content
+        raise ConfigError(f"data: {path} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"data: {path} is not the JSON of texts or passages ({error})") from error
 
 
-def _text_of(item: Any) -> str:
-    if isinstance(item, str):
-        return item
-    if isinstance(item, dict):
-        if "ctxs" in item:
-            return "\n\n".join(f"{passage.get('title', '')}\n{passage['text']}".strip() for passage in item["ctxs"])
-        return str(item.get("prompt") or item.get("text") or "")
-    return ""
+def _pieces(item: Any) -> list[str]:
+    if isinstance(item, dict) and "ctxs" in item:
+        return [f"{passage.get('title', '')}\n{passage['text']}".strip() for passage in item["ctxs"]]
+    text = item if isinstance(item, str) else str(item.get("prompt") or item.get("text") or "")
+    conversations = _CONVERSATION.split(text)
+    return conversations[1:] if len(conversations) > 1 else [text]
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Paragraphs joined to pieces of a few hundred words, so that a piece makes sense by itself."""
+    pieces, piece = [], ""
+    for paragraph in text.split("\n\n"):
+        piece += paragraph + "\n\n"
+        if len(piece) > 3000:
+            pieces.append(piece)
+            piece = ""
+    return [*pieces, piece]
+
+
+def _key(piece: str) -> str:
+    return "".join(filter(str.isalnum, piece.lower()))[:KEY_CHARS]
 
 
 def _shipped() -> Iterator[str]:
     folder = resources.files("cachegen_rag") / "data" / "corpus"
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else []:
         if entry.name.endswith((".md", ".txt")):
-            yield entry.read_text(encoding="utf-8")
+            yield from _paragraphs(entry.read_text(encoding="utf-8"))
 
 
 def _python_manual() -> Iterator[str]:
@@ -127,9 +166,4 @@ def _python_manual() -> Iterator[str]:
         from pydoc_data.topics import topics
     except ImportError:  # a Python without its documentation
         return
-    text = ""
-    for name in sorted(topics):
-        text += topics[name] + "\n\n"
-        if len(text) >= STANDARD_TEXT_CHARS:
-            yield text
-            text = ""
+    yield from (topics[name] for name in sorted(topics))
