@@ -229,7 +229,7 @@ class ChatCacheGen(BaseChatModel):
 
     def _answer(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
-    ) -> Iterator[ChatGenerationChunk]:
+    ) -> Iterator[ChatGenerationChunk | None]:
         """The chunks of one answer. Runs on the worker thread: the model loads here if it has to."""
         kwargs = {key: value for key, value in kwargs.items() if key not in ("model", "stream_usage", "strict")}
         documents = kwargs.pop("documents", None)
@@ -244,7 +244,7 @@ class ChatCacheGen(BaseChatModel):
         with stream:
             yield from self._chunks(stream, form, sampling)
 
-    def _chunks(self, stream: Any, form: grammars.Form, sampling: Sampling) -> Iterator[ChatGenerationChunk]:
+    def _chunks(self, stream: Any, form: grammars.Form, sampling: Sampling) -> Iterator[ChatGenerationChunk | None]:
         text = ""
         held = form.calls  # an answer that may be a call is held back until its first characters show what it is
         tokens: list[Token] = []
@@ -253,7 +253,9 @@ class ChatCacheGen(BaseChatModel):
             tokens.append(token)
             if held and text and not grammars.OPEN.startswith(text[: len(grammars.OPEN)]):
                 held = False
-            if not held and text:
+            if held or not text:
+                yield None
+            else:
                 yield self._chunk(text, tokens, sampling)
                 text, tokens = "", []
         calls = grammars.parse_calls(text) if held else []

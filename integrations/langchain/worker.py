@@ -23,14 +23,17 @@ _END = object()
 
 
 class _Job(Generic[T]):
-    """A request: runs ``make()`` to its end, to its first error, or until it is cancelled."""
+    """A request: runs ``make()`` to its end, to its first error, or until it is cancelled.
 
-    def __init__(self, make: Callable[[], Iterator[T]], deliver: Callable[[Any], None]) -> None:
+    An item None only gives a chance to cancel: it is not delivered.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[T | None]], deliver: Callable[[Any], None]) -> None:
         self._make, self._deliver = make, deliver
         self.cancelled = threading.Event()
 
     def run(self) -> None:
-        items: Iterator[T] | None = None
+        items: Iterator[T | None] | None = None
         try:
             if self.cancelled.is_set():
                 return
@@ -38,7 +41,8 @@ class _Job(Generic[T]):
             for item in items:
                 if self.cancelled.is_set():
                     return
-                self._deliver((item, None))
+                if item is not None:
+                    self._deliver((item, None))
         except BaseException as error:
             self._deliver((None, error))
         else:
@@ -55,7 +59,7 @@ class Worker:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cachegen")
 
-    def stream(self, make: Callable[[], Iterator[T]], timeout: float | None = None) -> Iterator[T]:
+    def stream(self, make: Callable[[], Iterator[T | None]], timeout: float | None = None) -> Iterator[T]:
         """The items of ``make()``, run on the worker. Raises what it raises, or TimeoutError after ``timeout`` s."""
         items: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         job = _Job(make, items.put)
@@ -76,7 +80,7 @@ class Worker:
             job.cancelled.set()
             future.cancel()
 
-    async def astream(self, make: Callable[[], Iterator[T]], timeout: float | None = None) -> AsyncIterator[T]:
+    async def astream(self, make: Callable[[], Iterator[T | None]], timeout: float | None = None) -> AsyncIterator[T]:
         """Like :meth:`stream`, for a task. No thread waits while the request does."""
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[tuple[Any, BaseException | None]] = asyncio.Queue()
