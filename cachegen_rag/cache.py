@@ -20,7 +20,7 @@ from cachegen_rag import upkeep
 from cachegen_rag.assembly import Assembler, Source, heads
 from cachegen_rag.codec import Codec
 from cachegen_rag.codec.profile import Profile
-from cachegen_rag.errors import ConfigError, EncodeError, StoreError
+from cachegen_rag.errors import ConfigError, EncodeError, RequestCancelledError, StoreError
 from cachegen_rag.exact import ExactRuns, leading
 from cachegen_rag.library import CHUNK_TOKENS, Library, chunk_ranges
 from cachegen_rag.loading import Loader
@@ -394,8 +394,17 @@ class KVCache:
             self.model, turns, max_document_tokens=self._max_document_tokens, template_args=template_args
         )
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, spliced: bool = True) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        spliced: bool = True,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Stream:
         """Answer ``prompt``. Documents whose KV is stored are spliced; ``spliced=False`` computes everything.
+
+        ``cancelled`` is asked between steps; when it says True, iterating the stream raises RequestCancelledError.
 
         Raises ContextOverflowError before any compute if prompt and answer do not fit.
         """
@@ -404,15 +413,23 @@ class KVCache:
             raise ConfigError("the prompt is empty")
         prompt.require_fits(self.model.n_ctx, min(sampling.max_tokens or 1, self.model.n_ctx))
         record = RequestRecord(model=self.model.name, prompt_tokens=len(prompt))
-        return Stream(record, self._tokens(prompt, sampling, spliced, record))
+        return Stream(record, self._tokens(prompt, sampling, spliced, record, cancelled))
 
-    def _tokens(self, prompt: Prompt, sampling: Sampling, spliced: bool, record: RequestRecord) -> Iterator[Token]:
+    def _tokens(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        spliced: bool,
+        record: RequestRecord,
+        cancelled: Callable[[], bool] | None,
+    ) -> Iterator[Token]:
         began = time.perf_counter()
         try:
             source, refusal = self._source(spliced)
             assembler = Assembler(source, prompt, record, refusal)
             assembler.look_up()
             with self.model.session() as session:
+                session.cancelled = cancelled
                 assembler.build(session)
                 for token in session.generate(sampling):
                     if not record.completion_tokens:
@@ -421,6 +438,8 @@ class KVCache:
                     record.finish_reason = token.finish_reason
                     record.total_ms = (time.perf_counter() - began) * 1e3
                     yield token
+                    if cancelled is not None and cancelled():
+                        raise RequestCancelledError("the request was cancelled while its answer was generated")
         finally:
             record.total_ms = (time.perf_counter() - began) * 1e3
             if self._exact is not None and spliced:

@@ -23,6 +23,7 @@
     │   ├── StoreFullError           no room is left for the object
     │   ├── StoreFormatError         the store was written by a newer version of this package
     │   └── DeadlineExceededError    the deadline passed before the object arrived (also a TimeoutError)
+    ├── RequestCancelledError        the caller gave the request up
     └── MissingDependencyError       an optional extra is not installed (also an ImportError); names the extra
 
 Errors about stored bytes (``BitstreamError``, ``StoreError``) never reach the caller of a request:
@@ -114,6 +115,10 @@ class StoreFormatError(StoreError):
 
 class DeadlineExceededError(StoreError, TimeoutError):
     """The deadline passed before the object arrived."""
+
+
+class RequestCancelledError(CacheGenError):
+    """The caller gave the request up; the model is free again."""
 
 
 class MissingDependencyError(CacheGenError, ImportError):
