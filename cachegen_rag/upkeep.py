@@ -29,6 +29,7 @@ def describe_object(data: bytes) -> dict[str, Any]:
         "tokens": len(bits),
         "level": bits.level,
         "segment": bits.segment,
+        "coding": bits.coding,
         "shape": f"{shape.layers} layers, {shape.kv_heads} KV heads, {shape.key_dim} + {shape.value_dim}",
         "fp16_bytes": raw,
         "ratio": round(raw / len(data), 2),

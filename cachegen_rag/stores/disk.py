@@ -143,12 +143,13 @@ class DiskStore:
             return bool(self._open().delete(name))
 
     def keys(self, namespace: Namespace) -> Iterator[str]:
+        """All keys of a namespace, the longest unused first."""
         if namespace not in NAMESPACES:
             check_name(namespace, "")
         with self._errors("list keys"):
-            rows = self._sql(
-                "SELECT key FROM Cache WHERE raw = 1 AND key >= ? AND key < ?", namespace + "/", namespace + "0"
-            )
+            self._flush_reads()
+            statement = "SELECT key FROM Cache WHERE raw = 1 AND key >= ? AND key < ? ORDER BY access_time"
+            rows = self._sql(statement, namespace + "/", namespace + "0")
         for (name,) in rows:
             with suppress(ConfigError):  # a planted name
                 yield check_key(name[len(namespace) + 1 :])
