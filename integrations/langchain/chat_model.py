@@ -36,7 +36,7 @@ from cachegen_rag.config import ENV_PREFIX, load_settings
 from cachegen_rag.errors import ConfigError, ContextOverflowError
 from cachegen_rag.integrations.langchain import grammar as grammars
 from cachegen_rag.integrations.langchain.messages import convert
-from cachegen_rag.integrations.langchain.worker import worker_of
+from cachegen_rag.integrations.langchain.worker import Cancelled, worker_of
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import Sampling, Token
 
@@ -240,7 +240,7 @@ class ChatCacheGen(BaseChatModel):
             raise ConfigError(f"unknown arguments of a request: {', '.join(sorted(kwargs))}")
         cache = self.open_cache()
         turns = convert(messages, documents, cache.known, cache.contains, form.instructions)
-        stream = cache.stream(cache.prompt(turns), sampling, spliced=spliced)
+        stream = cache.stream(cache.prompt(turns), sampling, spliced=spliced, cancelled=cancelled)
         with stream:
             yield from self._chunks(stream, form, sampling)
 
@@ -300,7 +300,9 @@ class ChatCacheGen(BaseChatModel):
     def _run(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Any:
         """What the worker is asked to do, and how long it may take."""
         timeout = kwargs.pop("timeout", None)
-        return (lambda: self._answer(messages, stop, kwargs)), self.timeout if timeout is None else timeout
+        return (
+            lambda cancelled: self._answer(messages, stop, kwargs, cancelled)
+        ), self.timeout if timeout is None else timeout
 
     def _stream(
         self,

@@ -1,8 +1,8 @@
 """One worker thread a model: requests run in the order they came, and a slow reader never holds the model.
 
 A request is an iterator that runs on the worker; its items reach the caller, a thread or a task, through a queue.
-Whoever stops reading (``close()``, a cancelled task, a deadline) sets a flag that the worker heeds after the item
-under way.
+Whoever stops reading (``close()``, a cancelled task, a deadline) sets a flag. The iterator's maker is given a function
+that tells whether it is set, and the worker itself looks after each item.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+Cancelled = Callable[[], bool]
+Make = Callable[[Cancelled], Iterator[T | None]]
+"""Makes the iterator of a request; a None it yields is not delivered."""
+
 _END = object()
 
 
 class _Job(Generic[T]):
-    """A request: runs ``make()`` to its end, to its first error, or until it is cancelled.
+    """A request: runs to its end, to its first error, or until it is cancelled."""
 
-    An item None only gives a chance to cancel: it is not delivered.
-    """
-
-    def __init__(self, make: Callable[[], Iterator[T | None]], deliver: Callable[[Any], None]) -> None:
+    def __init__(self, make: Make[T], deliver: Callable[[Any], None]) -> None:
         self._make, self._deliver = make, deliver
         self.cancelled = threading.Event()
 
@@ -37,7 +38,7 @@ class _Job(Generic[T]):
         try:
             if self.cancelled.is_set():
                 return
-            items = self._make()
+            items = self._make(self.cancelled.is_set)
             for item in items:
                 if self.cancelled.is_set():
                     return
@@ -59,8 +60,8 @@ class Worker:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cachegen")
 
-    def stream(self, make: Callable[[], Iterator[T | None]], timeout: float | None = None) -> Iterator[T]:
-        """The items of ``make()``, run on the worker. Raises what it raises, or TimeoutError after ``timeout`` s."""
+    def stream(self, make: Make[T], timeout: float | None = None) -> Iterator[T]:
+        """The items of ``make(cancelled)``, run on the worker. Raises what it raises, or TimeoutError after ``timeout`` s."""
         items: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         job = _Job(make, items.put)
         future = self._submit(job)
@@ -80,7 +81,7 @@ class Worker:
             job.cancelled.set()
             future.cancel()
 
-    async def astream(self, make: Callable[[], Iterator[T | None]], timeout: float | None = None) -> AsyncIterator[T]:
+    async def astream(self, make: Make[T], timeout: float | None = None) -> AsyncIterator[T]:
         """Like :meth:`stream`, for a task. No thread waits while the request does."""
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[tuple[Any, BaseException | None]] = asyncio.Queue()

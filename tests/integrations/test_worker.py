@@ -11,7 +11,7 @@ from cachegen_rag.integrations.langchain.worker import Worker, worker_of
 
 
 def counting(n, started=None, gate=None, seen=None):
-    def make():
+    def make(cancelled):
         if started is not None:
             started.set()
         for i in range(n):
@@ -29,7 +29,7 @@ async def collect(stream):
 
 
 def test_items_and_errors_reach_the_reader():
-    def fails():
+    def fails(cancelled):
         yield 1
         raise KeyError("gone")
 
@@ -43,7 +43,7 @@ def test_items_and_errors_reach_the_reader():
 
 
 async def test_tasks_get_items_and_errors():
-    def fails():
+    def fails(cancelled):
         raise KeyError("gone")
         yield
 
@@ -54,7 +54,7 @@ async def test_tasks_get_items_and_errors():
 
 
 async def test_none_is_not_delivered():
-    def make():
+    def make(cancelled):
         yield from (None, 1, None, 2)
 
     assert list(Worker().stream(make)) == [1, 2]
@@ -65,7 +65,7 @@ async def test_requests_run_in_the_order_they_came():
     worker, order, gate = Worker(), [], threading.Event()
 
     def make(n):
-        def run():
+        def run(cancelled):
             gate.wait(5)
             order.append(n)
             yield n
@@ -115,7 +115,7 @@ async def test_a_request_cancelled_in_the_queue_never_starts():
 def test_a_reader_that_goes_away_stops_the_work():
     worker, seen = Worker(), []
 
-    def make():
+    def make(cancelled):
         for i in range(100_000):
             seen.append(i)
             time.sleep(0.001)
@@ -150,7 +150,7 @@ async def test_deadlines():
 async def test_the_generator_is_closed_on_the_worker():
     where = []
 
-    def make():
+    def make(cancelled):
         try:
             yield 1
             yield 2
@@ -168,7 +168,7 @@ async def test_the_generator_is_closed_on_the_worker():
 def test_a_loop_that_is_gone_cancels():
     worker, seen = Worker(), []
 
-    def make():
+    def make(cancelled):
         for i in range(100_000):
             seen.append(i)
             time.sleep(0.001)
@@ -184,6 +184,23 @@ def test_a_loop_that_is_gone_cancels():
     loop.close()
     assert list(worker.stream(counting(1))) == [0]
     assert len(seen) < 1000
+
+
+async def test_the_iterator_can_ask_whether_it_is_cancelled():
+    worker, asked = Worker(), []
+
+    def make(cancelled):
+        yield 1
+        while not cancelled():
+            time.sleep(0.001)
+        asked.append(True)
+        raise RuntimeError("nobody reads this")
+
+    task = asyncio.create_task(collect(worker.astream(make)))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    assert await collect(worker.astream(counting(1))) == [0]
+    assert asked == [True]
 
 
 def test_one_worker_a_model():
