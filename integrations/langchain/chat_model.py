@@ -228,7 +228,7 @@ class ChatCacheGen(BaseChatModel):
         )
 
     def _answer(
-        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
+        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], cancelled: Cancelled
     ) -> Iterator[ChatGenerationChunk | None]:
         """The chunks of one answer. Runs on the worker thread: the model loads here if it has to."""
         kwargs = {key: value for key, value in kwargs.items() if key not in ("model", "stream_usage", "strict")}

@@ -61,7 +61,7 @@ class Worker:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cachegen")
 
     def stream(self, make: Make[T], timeout: float | None = None) -> Iterator[T]:
-        """The items of ``make(cancelled)``, run on the worker. Raises what it raises, or TimeoutError after ``timeout`` s."""
+        """The items of ``make(cancelled)``, run on the worker. Raises what they raise; TimeoutError after ``timeout`` s."""
         items: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         job = _Job(make, items.put)
         future = self._submit(job)
