@@ -54,9 +54,9 @@ def real_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def real_model(real_gguf: Path) -> Iterator[Any]:
-    """SmolLM2-135M-Instruct (Q4_1) in llama.cpp, 4,096 tokens of context, two threads."""
+    """SmolLM2-135M-Instruct (Q4_1) in llama.cpp, 4,096 tokens of context, one thread."""
     from cachegen_rag.models.llama_cpp import LlamaCppModel
 
-    model = LlamaCppModel(real_gguf, n_ctx=4096, n_threads=2)
+    model = LlamaCppModel(real_gguf, n_ctx=4096, n_threads=1)
     yield model
     model.close()

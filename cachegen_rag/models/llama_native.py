@@ -219,7 +219,7 @@ class NativeContext:
     def set_sequence(self, sequence: int, data: NDArray[np.uint8]) -> bool:
         """Replace a sequence by state bytes; False (and an empty sequence) when llama.cpp does not accept them."""
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if self.lib.llama_state_seq_set_data(self.pointer, pointer, len(data), sequence) == len(data):
+        if 0 < self.lib.llama_state_seq_set_data(self.pointer, pointer, len(data), sequence) == len(data):
             return True
         self.remove(sequence)  # a failed restore can leave rows behind
         return False

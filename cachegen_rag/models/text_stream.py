@@ -62,8 +62,8 @@ class ByteStream:
 class TextStream:
     """Turns token ids into text that can be shown at once.
 
-    For tokenizers that only decode runs of ids. ``detokenize`` maps ids to text, undecodable bytes to U+FFFD. ``stop`` are strings that end the text: it ends
-    before the first of them, wherever token borders fall.
+    For tokenizers that only decode runs of ids. ``detokenize`` maps ids to text, undecodable bytes to U+FFFD. ``stop``
+    are strings that end the text: it ends before the first of them, wherever token borders fall.
     """
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
