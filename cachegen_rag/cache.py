@@ -424,11 +424,14 @@ class KVCache:
         cancelled: Callable[[], bool] | None,
     ) -> Iterator[Token]:
         began = time.perf_counter()
+        record.started_at = time.time()
         try:
             source, refusal = self._source(spliced)
             assembler = Assembler(source, prompt, record, refusal)
             assembler.look_up()
+            waiting = time.perf_counter()
             with self.model.session() as session:
+                record.wait_ms = (time.perf_counter() - waiting) * 1e3
                 session.cancelled = cancelled
                 assembler.build(session)
                 for token in session.generate(sampling):

@@ -30,15 +30,20 @@ class SegmentRecord:
 
 @dataclass
 class RequestRecord:
-    """One request: what every segment cost and where it came from."""
+    """One request: what every segment cost and where it came from.
+
+    ``started_at`` is Unix time, seconds; ``wait_ms`` the time until the engine was free, part of ``ttft_ms``.
+    """
 
     model: str = ""
+    started_at: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     spliced_tokens: int = 0
     recomputed_tokens: int = 0
     stored_tokens: int = 0
     bytes_fetched: int = 0
+    wait_ms: float = 0.0
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     finish_reason: str | None = None
