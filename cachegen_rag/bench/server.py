@@ -24,7 +24,12 @@ FAULTS = (
     "no length", "chunked cut", "flip", "garbage", "another object", "huge length", "endless", "encoded", "not http",
     "range unasked", "redirect", "401", "404", "408", "429", "500", "503", "507",
 )  # fmt: skip
-"""What can go wrong with an answer. The ones with a place (``Fault.at``) happen after that share of the body."""
+"""What can go wrong with an answer. Those in PLACED happen after the share ``Fault.at`` of the body."""
+
+PLACED = frozenset(FAULTS[FAULTS.index("stall") : FAULTS.index("drip") + 2]) | frozenset(
+    ("truncate", "short length", "shorter body", "no length", "chunked cut", "flip", "garbage")
+)
+"""Kinds that happen at a place of the body."""
 
 ALWAYS_MISS = frozenset(FAULTS) - {"drip"}
 """Kinds after which, if every attempt meets them, no client can have the object."""

@@ -17,8 +17,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from cachegen_rag.errors import StoreError, StoreUnavailableError
-from cachegen_rag.stores.base import MAX_OBJECT_BYTES, NAMESPACES, Namespace, check_deadline, check_name, check_object
+from cachegen_rag.errors import CacheGenError, StoreError, StoreUnavailableError
+from cachegen_rag.stores.base import (
+    MAX_OBJECT_BYTES,
+    NAMESPACES,
+    Namespace,
+    check_deadline,
+    check_name,
+    check_object,
+    check_size,
+)
 from cachegen_rag.stores.disk import DiskStore
 from cachegen_rag.stores.http import HTTPStore
 
@@ -147,11 +155,14 @@ class TieredStore:
 
     def _near(self, namespace: Namespace, key: str, max_bytes: int) -> bytes | None:
         # The remote store is asked for what the local one cannot give, damaged objects included.
-        with suppress(Exception):
-            data = self.local.get(namespace, key, max_bytes=max_bytes)
-            if data is not None and _matches(namespace, key, data):
-                return data
-        return None
+        try:
+            data = self.local.get(namespace, key)
+        except CacheGenError:
+            return None
+        if data is None or not _matches(namespace, key, data):
+            return None
+        check_size(f"{namespace}/{key}", len(data), max_bytes)
+        return data
 
     def _keep_later(self, namespace: Namespace, key: str, future: Future[bytes | None]) -> None:
         if not future.cancelled() and future.exception() is None:
