@@ -61,10 +61,10 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sampler, w
 def fill(cache: KVCache, passages: Sequence[Passage], quiet: bool) -> dict[str, Any]:
     """Prefill what is missing, with a progress bar on stderr."""
     with progress_bar(quiet) as bar:
-        task = bar.add_task("computing KV", total=len(passages))
+        task = bar.add_task("computing KV", total=len(passages), rate="")
 
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+        def progress(done: int, total: int, tokens: int, seconds: float) -> None:
+            bar.update(task, completed=done, total=total, rate=f"{tokens / seconds:.0f} tokens/s" if tokens else "")
 
         report: dict[str, Any] = cache.prefill([Document(p.text, p.id) for p in passages], progress=progress).as_dict()
     return report
@@ -93,7 +93,7 @@ def run_answer(
     return "".join(parts), stream.record
 
 
-@command
+@command()
 def prefill(
     paths: Annotated[list[Path], typer.Argument(help="Text files, or directories to search for them.")],
     chars: Annotated[
@@ -133,7 +133,7 @@ def prefill(
         out.print(table(None, "", "", rows=list(result.items())))
 
 
-@command
+@command()
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     passages: Passages = 4,
@@ -193,7 +193,7 @@ def print_segments(record: RequestRecord) -> None:
     err.print(f"first token after {record.ttft_ms:.0f} ms; {record.prompt_tokens} + {record.completion_tokens} tokens")
 
 
-@command
+@command()
 def demo(
     question: Annotated[str, typer.Argument(help="A question about this project.")] = DEMO_QUESTION,
     passages: Passages = 4,

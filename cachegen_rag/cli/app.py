@@ -19,14 +19,11 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
 from cachegen_rag.config import Settings, load_settings
 from cachegen_rag.errors import CacheGenError, ConfigError
@@ -79,23 +76,26 @@ def _main(
         raise typer.Exit()
 
 
-def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Register a command whose errors become one message and an exit code."""
+def command(**settings: Any) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Register a command whose errors become one message and an exit code. ``settings`` are typer's."""
 
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            function(*args, **kwargs)
-        except ConfigError as error:
-            _fail(error, EXIT_USAGE, bool(kwargs.get("as_json")))
-        except CacheGenError as error:
-            _fail(error, EXIT_ERROR, bool(kwargs.get("as_json")))
-        except KeyboardInterrupt:
-            err.print("interrupted; what was stored stays stored")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+    def register(function: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                function(*args, **kwargs)
+            except ConfigError as error:
+                _fail(error, EXIT_USAGE, bool(kwargs.get("as_json")))
+            except CacheGenError as error:
+                _fail(error, EXIT_ERROR, bool(kwargs.get("as_json")))
+            except KeyboardInterrupt:
+                err.print("interrupted; what was stored stays stored")
+                raise typer.Exit(EXIT_INTERRUPTED) from None
 
-    app.command()(run)
-    return function
+        app.command(**settings)(run)
+        return function
+
+    return register
 
 
 def _fail(error: CacheGenError, code: int, as_json: bool) -> None:
@@ -141,20 +141,13 @@ def settings_from(
     return settings
 
 
-class _Rate(ProgressColumn):
-    """Passages per second, as rich measures it."""
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:.1f}/s" if task.speed else "")
-
-
 def progress_bar(quiet: bool) -> Progress:
     """A bar with rate and time left on stderr."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        _Rate(),
+        TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),

@@ -38,7 +38,7 @@ def store_of(settings: Settings) -> Store:
     return open_settings_store(settings)
 
 
-@command
+@command()
 def inspect(
     what: Annotated[
         str | None, typer.Argument(help="A bitstream file, a manifest key, or a store. [default: the store]")
@@ -68,7 +68,7 @@ def inspect(
             out.print(table(name, *columns, rows=[tuple(row.get(c, "") for c in columns) for row in rows]))
 
 
-@command
+@command()
 def stats(store: StoreUrl = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Count documents, tokens, objects and bytes of a store."""
     opened = store_of(settings_from(config, store=store))
@@ -85,7 +85,7 @@ def stats(store: StoreUrl = None, config: ConfigFile = None, as_json: AsJson = F
     out.print(table(None, "", "", rows=rows))
 
 
-@command
+@command()
 def verify(
     store: StoreUrl = None,
     config: ConfigFile = None,
@@ -113,7 +113,7 @@ def verify(
         raise typer.Exit(EXIT_DAMAGED)
 
 
-@command
+@command()
 def evict(
     to: Annotated[str, typer.Option("--to", help="Bytes to keep at most, e.g. 500MB or 2GiB; 0 empties the store.")],
     store: StoreUrl = None,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
-import pkgutil
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,7 +56,7 @@ PACKAGES = (
 )
 
 
-@command
+@command()
 def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile is written.", metavar="FILE")],
     texts: Annotated[
@@ -89,40 +89,41 @@ def calibrate(
         out.print(table(None, "", "", rows=list(result.items())))
 
 
-def benchmarks() -> list[str]:
-    """Names of the benchmarks there are."""
-    import cachegen_rag.bench as package
+def benchmarks() -> dict[str, str]:
+    """Names of the benchmarks there are, and what each measures; none is imported for that."""
+    folder = Path(__file__).resolve().parents[1] / "bench"
+    found = {}
+    for path in sorted(folder.glob("[!_]*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body):
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
 
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 
-
-@command
+@command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
+    context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Which one; none lists them.")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-O", help="An option of the benchmark, NAME=VALUE (JSON or text).")
-    ] = None,
     output: OutFile = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the result into this image file.", metavar="FILE")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a benchmark: ours and its peers in one run."""
-    known = [n for n in benchmarks() if hasattr(importlib.import_module(f"cachegen_rag.bench.{n}"), "run")]
+    """Run a benchmark: ours and its peers in one run. Its own options follow its name, e.g. `--repeats 3`."""
+    known = benchmarks()
     if name is None:
-        rows = [(n, _first_line(importlib.import_module(f"cachegen_rag.bench.{n}").__doc__)) for n in known]
         if as_json:
-            print_json({"benchmarks": [{"name": n, "what": what} for n, what in rows]})
+            print_json({"benchmarks": known})
         else:
-            out.print(table(None, "benchmark", "what it measures", rows=list(rows)))
+            out.print(table(None, "benchmark", "what it measures", rows=list(known.items())))
         return
     if name not in known:
         raise ConfigError(f"there is no benchmark {name!r}; there are {', '.join(known)}")
     module = importlib.import_module(f"cachegen_rag.bench.{name}")
     if plot is not None and not hasattr(module, "plot"):
         raise ConfigError(f"benchmark {name} draws no plot")
-    result = module.run(**_options(module.run, name, option or []))
+    result = module.run(**_options(module.run, name, context.args))
     text = json.dumps(result, indent=2, default=str)
     if output is not None:
         output.write_text(text + "\n", encoding="utf-8")
@@ -134,20 +135,29 @@ def bench(
     for title in ("rows", "summary"):
         value = result.get(title)
         if isinstance(value, dict):
-            out.print(table(title, "", "", rows=list(value.items())))
+            out.print(table(title, "", "", rows=[(key, _figure(cell)) for key, cell in value.items()]))
         elif value:
             columns = list(dict.fromkeys(key for row in value for key in row))
-            out.print(table(title, *columns, rows=[tuple(row.get(c, "") for c in columns) for row in value]))
+            out.print(table(title, *columns, rows=[tuple(_figure(row.get(c, "")) for c in columns) for row in value]))
+
+
+def _figure(value: object) -> object:
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def _options(run: Any, name: str, given: list[str]) -> dict[str, Any]:
+    """``--repeats 3 --data=FILE --quick`` as keyword arguments of ``run``; a value is JSON, or else text."""
     parameters = inspect.signature(run).parameters
     options: dict[str, Any] = {}
-    for item in given:
-        key, equals, value = item.partition("=")
-        key = key.replace("-", "_")
-        if not equals or key not in parameters:
-            raise ConfigError(f"--option {item!r}: benchmark {name} takes NAME=VALUE with {', '.join(parameters)}")
+    rest = list(given)
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--") or key not in parameters:
+            flags = ", ".join("--" + p.replace("_", "-") for p in parameters)
+            raise ConfigError(f"{option}: no such option of benchmark {name}; it has {flags or 'none'}")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         try:
             options[key] = json.loads(value)
         except ValueError:
@@ -155,11 +165,7 @@ def _options(run: Any, name: str, given: list[str]) -> dict[str, Any]:
     return options
 
 
-def _first_line(doc: str | None) -> str:
-    return (doc or "").strip().partition("\n")[0]
-
-
-@command
+@command()
 def doctor(
     model: ModelFile = None,
     store: StoreUrl = None,
@@ -248,7 +254,7 @@ def _model_facts(settings: Any) -> dict[str, Any]:
         engine.close()
 
 
-@command
+@command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="JSON of benchmarks, or JSON lines of request records.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML page.", metavar="FILE")] = Path(

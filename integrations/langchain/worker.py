@@ -61,7 +61,7 @@ class Worker:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cachegen")
 
     def stream(self, make: Make[T], timeout: float | None = None) -> Iterator[T]:
-        """The items of ``make(cancelled)``, run on the worker. Raises what they raise; TimeoutError after ``timeout`` s."""
+        """The items of ``make(cancelled)``. Raises what they raise, and TimeoutError after ``timeout`` seconds."""
         items: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         job = _Job(make, items.put)
         future = self._submit(job)
