@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cachegen_rag.errors import ConfigError, ModelError, SpliceRefusedError
+from cachegen_rag.errors import ConfigError, ModelError, ModelLoadError, SpliceRefusedError
 from cachegen_rag.fingerprint import ModelFingerprint
 from cachegen_rag.kv import KVShape
 from cachegen_rag.models.identity import file_hash, tokenizer_hash
@@ -213,6 +213,7 @@ class LlamaCppModel:
             native = self.native
             if self._context is None:
                 cells = self.n_ctx + self.n_ctx // 4 + self.kept.room
+                self._check_memory(cells)
                 context = NativeContext(
                     native,
                     cells=cells,
@@ -229,6 +230,15 @@ class LlamaCppModel:
                     self._refusal = str(refusal)
                 self._context = context
             return self._context
+
+    def _check_memory(self, cells: int) -> None:
+        """Raise ModelLoadError if the cache exceeds the machine's memory; the system would end the process."""
+        needed = cells * self.shape.fp16_bytes_per_token
+        if self._n_gpu_layers == 0 and needed > (memory := _physical_memory()):
+            raise ModelLoadError(
+                f"n_ctx={self.n_ctx} needs a cache of {needed / 2**30:.1f} GiB; this machine has "
+                f"{memory / 2**30:.1f} GiB of memory. Give a smaller n_ctx."
+            )
 
     @property
     def refusal(self) -> str | None:
@@ -340,3 +350,10 @@ class KeptRuns:
 
 def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _physical_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 1 << 62  # unknown

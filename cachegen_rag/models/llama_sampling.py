@@ -64,7 +64,7 @@ class Sampler:
 
     def _add_grammar(self, model: NativeModel, grammar: str) -> None:
         lib = self._lib
-        sampler = lib.llama_sampler_init_grammar(model.vocab, grammar.encode(), b"root")
+        sampler = lib.llama_sampler_init_grammar(model.vocab, grammar.encode(), b"root") if grammar.strip() else None
         if not sampler:
             self.free()
             raise ConfigError("grammar: llama.cpp cannot parse it; it must be GBNF with a rule named root")
@@ -111,6 +111,7 @@ def _check(sampling: Sampling) -> None:
         ("repeat_penalty", not 0 < sampling.repeat_penalty < float("inf"), "above 0"),
         ("max_tokens", sampling.max_tokens is not None and sampling.max_tokens < 0, "0 or more, or None"),
         ("stop", "" in sampling.stop, "non-empty strings"),
+        ("logprobs", sampling.logprobs is not None and sampling.logprobs < 0, "0 or more, or None"),
     ):
         if wrong:
             raise ConfigError(f"{name}={getattr(sampling, name)!r} must be {accepted}")
