@@ -345,7 +345,7 @@ def _requantized(engine: KVModel, kind: str, threads: int | None, stack: ExitSta
     if not isinstance(engine, LlamaCppModel):
         return engine
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cachegen-codec-"))
-    path = requantize(engine.path, kind, folder, n_threads=threads or 1)
+    path = requantize(engine.path, Path(folder) / f"{engine.path.stem}.{kind}.gguf", kind)
     other = LlamaCppModel(path, n_ctx=engine.n_ctx, n_threads=engine.n_threads)
     stack.callback(other.close)
     return other
