@@ -13,6 +13,7 @@ Names are loaded on first use: importing the package loads neither torch, triton
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from cachegen_rag.stores.base import open_store as open_store
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOMES = {
     "CacheGenError": "errors",
