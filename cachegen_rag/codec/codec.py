@@ -1,0 +1,246 @@
+"""Codec: KV to bitstream and back, with one profile."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachegen_rag.bitstream import Bitstream, Section
+from cachegen_rag.codec.entropy import decode_stream, encode_stream, pack_integers, unpack_integers
+from cachegen_rag.codec.profile import Level, Profile
+from cachegen_rag.codec.quantize import quantize, to_symbols
+from cachegen_rag.codec.transform import BlockCoder, Transform
+from cachegen_rag.errors import CorruptBitstreamError, EncodeError, UnknownLevelError
+from cachegen_rag.kernels import cpu, reference
+from cachegen_rag.kernels.reference import ESCAPE, Escapes, Rows, SymbolModels
+from cachegen_rag.kv import KV
+from cachegen_rag.models.base import KVTarget
+from cachegen_rag.rope import RopeSpec, cos_sin, from_interleaved, rotate
+
+CODING_EXACT = 0
+CODING_TRANSFORM = 1
+SECTION_ROWS = 1  # fp16 rows: all of them (exact coding), or those of the exact tokens
+SECTION_ESCAPES = 2
+SECTION_STREAM = 3
+_COUNT = struct.Struct("<I")
+
+
+class Codec:
+    """Encodes and decodes KV with one profile. Threads may share it.
+
+    Parameters
+    ----------
+    profile : the model's profile.
+    fingerprint : 32 bytes, ``ModelFingerprint.digest()``, written into every bitstream and demanded of it.
+    sinks : whether KV at positions below ``profile.sinks`` begins a sequence and is to be stored exactly. Documents
+        computed behind other text have no sinks and do not need this.
+    reference : use the readable numpy kernels. For tests.
+    """
+
+    def __init__(
+        self, profile: Profile, fingerprint: bytes | None = None, *, sinks: bool = False, reference: bool = False
+    ) -> None:
+        self.profile = profile
+        self.fingerprint = profile.fingerprint if fingerprint is None else fingerprint
+        self._sinks = profile.sinks if sinks else 0
+        self._slow = reference
+        self._transform = Transform(profile)
+        self._models = SymbolModels.of(profile.frequency)
+        self.levels: tuple[Level, ...] = (Level(0, 0.0, 16.0), *profile.levels)
+        self.default_level: int = profile.default_level
+
+    @property
+    def lossy_levels(self) -> tuple[int, ...]:
+        """The levels that are not exact, finest first."""
+        return tuple(level.index for level in self.profile.levels)
+
+    def check_level(self, level: int) -> Level:
+        """The descriptor of a level. Raises UnknownLevelError if the profile has no such level."""
+        if isinstance(level, bool) or not isinstance(level, (int, np.integer)) or not 0 <= level < len(self.levels):
+            known = ", ".join(f"{v.index} ({v.bits:.2f} bits, KL {v.kl:.2g})" for v in self.levels)
+            raise UnknownLevelError(f"no level {level!r}; this profile has {known}")
+        return self.levels[level]
+
+    def expected_kl(self, level: int) -> float:
+        """KL per token, in nats, that calibration measured for this level."""
+        return self.check_level(level).kl
+
+    def bits_per_element(self, level: int) -> float:
+        """Bits an element that calibration measured for this level, everything included."""
+        return self.check_level(level).bits
+
+    def encode(self, kv: KV, level: int) -> bytes:
+        """Encode one chunk at one level.
+
+        Raises
+        ------
+        UnknownLevelError
+        EncodeError
+            Wrong shape, no tokens, NaN or infinity, or a value too large for the level.
+        """
+        chosen = self.check_level(level)
+        if kv.shape != self.profile.shape:
+            raise EncodeError(f"the KV has shape {kv.shape}, the profile is for {self.profile.shape}")
+        if not len(kv):
+            raise EncodeError("there are no tokens to encode")
+        for name, array in (("keys", kv.keys), ("values", kv.values)):
+            if not np.isfinite(array).all():
+                raise EncodeError(f"the {name} contain NaN or infinity: the model's cache is damaged, compute it again")
+        if chosen.exact:
+            sections = [Section(SECTION_ROWS, _pack_rows(kv, np.arange(len(kv))))]
+        else:
+            sections = self._encode_blocks(kv, chosen)
+        return Bitstream(
+            self.fingerprint, self.profile.hash, chosen.index, kv.shape, kv.token_ids, kv.positions, tuple(sections),
+            coding=CODING_EXACT if chosen.exact else CODING_TRANSFORM,
+        ).to_bytes()  # fmt: skip
+
+    def _encode_blocks(self, kv: KV, level: Level) -> list[Section]:
+        exact = np.flatnonzero(kv.positions < self._sinks)
+        sections, escapes = [], []
+        if len(exact):
+            sections.append(Section(SECTION_ROWS, _COUNT.pack(len(exact)) + exact.astype("<u4").tobytes()
+                                    + _pack_rows(kv, exact)))  # fmt: skip
+        streams = []
+        for index, coder in enumerate(self._transform.coders(level.step)):
+            values = self.quantize_block(kv, index, coder)
+            values[exact] = 0
+            symbols, escaped = to_symbols(values, self._known(coder))
+            escapes.append(escaped.value)
+            if symbols.shape[1]:
+                data = encode_stream(symbols, coder.columns, self._models, slow=self._slow)
+                streams.append(Section(SECTION_STREAM, data, index))
+        escaped_values = np.concatenate(escapes)
+        if len(escaped_values):
+            sections.append(Section(SECTION_ESCAPES, pack_integers(escaped_values)))
+        return sections + streams
+
+    def quantize_block(self, kv: KV, index: int, coder: BlockCoder) -> NDArray[np.int32]:
+        """Integers int32 ``[tokens, columns]`` of a block, before entropy coding."""
+        components = self._transform.components(kv, index)
+        taken = components[:, np.maximum(coder.order, 0)]
+        taken[:, coder.order < 0] = 0
+        return quantize(taken, coder.step, self.profile.threshold[coder.classes])
+
+    def _known(self, coder: BlockCoder) -> NDArray[np.bool_]:
+        """Which symbols every model of a column has, ``[columns, 256]``: any context may be met."""
+        known: NDArray[np.bool_] = (self.profile.frequency.reshape(-1, 3, 256) > 0).all(axis=1)[coder.classes]
+        return known
+
+    def parse(self, data: bytes | memoryview, token_ids: Any = None) -> Bitstream:
+        """Check a bitstream and that it belongs to this profile, model and text.
+
+        Raises BitstreamError's kinds; after this, nothing about the container can be wrong.
+        """
+        stream = Bitstream.from_bytes(data).expect(
+            fingerprint=self.fingerprint, profile=self.profile.hash, shape=self.profile.shape, token_ids=token_ids
+        )
+        if stream.level >= len(self.levels) or stream.coding != (
+            CODING_EXACT if stream.level == 0 else CODING_TRANSFORM
+        ):
+            raise CorruptBitstreamError(f"level {stream.level} with coding {stream.coding} does not exist")
+        return stream
+
+    def decode(self, data: bytes | memoryview, dtype: Any = np.float16) -> KV:
+        """Decode a bitstream to KV (fp16 or float32), rotary position removed from the keys."""
+        stream = self.parse(data)
+        s, n = stream.shape, len(stream)
+        keys = np.empty((s.layers, n, s.kv_heads, s.key_dim), dtype)
+        values = np.empty((s.layers, n, s.kv_heads, s.value_dim), dtype)
+        self._fill(stream, KVTarget(list(keys), list(values), stream.positions, RopeSpec((), "interleaved")))
+        return KV(keys, values, stream.token_ids, stream.positions)
+
+    def decode_into(self, data: bytes | memoryview, target: KVTarget, *, token_ids: Any = None) -> None:
+        """Decode a bitstream straight into an engine's memory, keys rotated to ``target.positions``.
+
+        Runs in the calling thread and holds the GIL only between blocks: decode chunks side by side on threads.
+
+        Raises
+        ------
+        BitstreamError
+            Of any kind; the target may have been written in part.
+        """
+        stream = self.parse(data, token_ids)
+        if len(target.positions) != len(stream):
+            raise CorruptBitstreamError(f"a chunk of {len(stream)} tokens for a target of {len(target.positions)} rows")
+        self._fill(stream, target)
+
+    def decode_symbols(self, data: bytes | memoryview) -> int:
+        """Decode the symbols of a bitstream and drop them: the number of elements that they stand for."""
+        stream = self.parse(data)
+        if stream.coding == CODING_TRANSFORM:
+            for index, coder in enumerate(self._transform.coders(self.levels[stream.level].step)):
+                self._symbols(stream, index, coder)
+        return len(stream) * stream.shape.elements_per_token
+
+    def _symbols(self, stream: Bitstream, index: int, coder: BlockCoder) -> NDArray[np.int8]:
+        if not len(coder.columns):
+            return np.zeros((len(stream), 0), np.int8)
+        data = stream.section(SECTION_STREAM, index)
+        return decode_stream(data, len(stream), coder.columns, self._models, slow=self._slow)
+
+    def _fill(self, stream: Bitstream, target: KVTarget) -> None:
+        if stream.coding == CODING_EXACT:
+            self._fill_rows(stream.section(SECTION_ROWS), np.arange(len(stream)), target)
+            return
+        has = {(s.type, s.index) for s in stream.sections}
+        coders = self._transform.coders(self.levels[stream.level].step)
+        escaped = np.empty(0, np.int32)
+        if (SECTION_ESCAPES, 0) in has:
+            escaped = unpack_integers(stream.section(SECTION_ESCAPES))
+        cosine, sine = cos_sin(target.positions, target.rope)
+        kernels = reference if self._slow else cpu
+        used = 0
+        for index, coder in enumerate(coders):
+            symbols = self._symbols(stream, index, coder)
+            at = np.flatnonzero(symbols == ESCAPE)
+            if used + len(at) > len(escaped):
+                raise CorruptBitstreamError("the symbols call for more escapes than there are")
+            escapes = Escapes(at, escaped[used : used + len(at)])
+            used += len(at)
+            arrays = [
+                (target.values if c.is_value else target.keys)[c.layer][:, c.head : c.head + c.heads]
+                for c in coder.transform.cells
+            ]
+            kernels.reconstruct(
+                symbols, escapes, coder.transform, Rows(arrays, cosine, sine, target.rope.layout == "half")
+            )
+        if used != len(escaped):
+            raise CorruptBitstreamError("there are more escapes than the symbols call for")
+        if (SECTION_ROWS, 0) in has:
+            data = stream.section(SECTION_ROWS)
+            count = _COUNT.unpack_from(data)[0] if len(data) >= 4 else 0
+            if not 0 < count <= len(stream) or len(data) < 4 + 4 * count:
+                raise CorruptBitstreamError(f"{count} exact tokens in a chunk of {len(stream)}")
+            exact = np.frombuffer(data, "<u4", count, 4).astype(np.int64)
+            if exact[-1] >= len(stream) or np.any(np.diff(exact) <= 0):
+                raise CorruptBitstreamError("the exact tokens are not in order or outside the chunk")
+            self._fill_rows(data[4 + 4 * count :], exact, target)
+
+    def _fill_rows(self, data: memoryview, tokens: NDArray[np.int64], target: KVTarget) -> None:
+        """Write fp16 rows (all layers' keys, then all layers' values) to these tokens of the target."""
+        s, n = self.profile.shape, len(tokens)
+        if len(data) != n * s.fp16_bytes_per_token:
+            raise CorruptBitstreamError(
+                f"{len(data)} bytes of exact rows, {n} tokens need {n * s.fp16_bytes_per_token}"
+            )
+        split = s.layers * n * s.key_channels
+        keys = np.frombuffer(data, "<f2", split).reshape(s.layers, n, s.kv_heads, s.key_dim)
+        values = np.frombuffer(data, "<f2", offset=2 * split).reshape(s.layers, n, s.kv_heads, s.value_dim)
+        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+            raise CorruptBitstreamError("an exact row contains NaN or infinity")
+        for layer in range(s.layers):
+            turned = rotate(keys[layer], target.positions[tokens], target.rope)
+            target.keys[layer][tokens] = from_interleaved(turned, target.rope)
+            target.values[layer][tokens] = values[layer]
+
+
+def _pack_rows(kv: KV, tokens: NDArray[np.int64]) -> bytes:
+    with np.errstate(over="ignore"):
+        keys, values = kv.keys[:, tokens].astype("<f2"), kv.values[:, tokens].astype("<f2")
+    if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+        raise EncodeError("a value is too large for fp16: this KV has no exact level")
+    return keys.tobytes() + values.tobytes()

@@ -1,0 +1,188 @@
+"""Fits a profile to samples of KV: transforms, scales, symbol models. The maths of calibration, without any model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachegen_rag.codec.entropy import frequencies
+from cachegen_rag.codec.profile import CLASSES, Block, Cell, Level, Profile
+from cachegen_rag.codec.transform import Transform
+from cachegen_rag.kernels.reference import CONTEXTS, context
+from cachegen_rag.kv import KV, KVShape
+
+Matrix = NDArray[np.float64]
+
+RIDGE = 0.1
+"""Added to a metric, in units of its mean eigenvalue: an error is never taken to be free."""
+MAX_CELL_WIDTH = 256
+"""Channels that are transformed at once; wider layers are split by heads, so that the cost a token stays small."""
+BLOCK_LAYERS = 3
+JOINT_WIDTH = 384
+"""Layers that are coded together, and the size of their joint transform."""
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """What an error costs: for keys and for values, per layer, ``[layers, channels, channels]``, positive."""
+
+    keys: Matrix
+    values: Matrix
+
+    @staticmethod
+    def identity(shape: KVShape) -> Metric:
+        """Every channel alike."""
+        return Metric(
+            np.tile(np.eye(shape.key_channels), (shape.layers, 1, 1)),
+            np.tile(np.eye(shape.value_channels), (shape.layers, 1, 1)),
+        )
+
+    def scaled(self, weight: Matrix) -> Metric:
+        """This metric times ``weight [layers, 2]`` (keys, values)."""
+        return Metric(self.keys * weight[:, 0, None, None], self.values * weight[:, 1, None, None])
+
+
+def head_groups(heads: int, dim: int) -> list[tuple[int, int]]:
+    """Split heads into equal runs ``(first, count)`` of at most ``MAX_CELL_WIDTH`` channels, one head at least."""
+    most = max(1, MAX_CELL_WIDTH // dim)
+    return [(first, min(most, heads - first)) for first in range(0, heads, most)]
+
+
+def fit_blocks(
+    samples: Sequence[KV], metric: Metric, *, layers: int = BLOCK_LAYERS, width: int = JOINT_WIDTH
+) -> tuple[Block, ...]:
+    """Transforms of all blocks, from samples (each from another text)."""
+    shape = samples[0].shape
+    parts = [
+        [(bool(kind), first, count) for kind, dim in ((0, shape.key_dim), (1, shape.value_dim))
+         for first, count in head_groups(shape.kv_heads, dim)][i::n]
+        for n in [max(len(head_groups(shape.kv_heads, shape.key_dim)), len(head_groups(shape.kv_heads, shape.value_dim)))]
+        for i in range(n)
+    ]  # fmt: skip
+    blocks = []
+    for first in range(0, shape.layers, layers):
+        run = range(first, min(first + layers, shape.layers))
+        for part in parts:
+            wanted = [(layer, *kind) for layer in run for kind in part]
+            narrowest = min(n * (shape.value_dim if is_value else shape.key_dim) for _, is_value, _, n in wanted)
+            joint = min(width // len(wanted), narrowest) if len(wanted) > 1 else 0
+            fitted = [_fit_cell(samples, metric, *which, joint) for which in wanted]
+            blocks.append(_fit_block(*(list(column) for column in zip(*fitted, strict=True))))
+    return tuple(blocks)
+
+
+def _channels(samples: Sequence[KV], layer: int, is_value: bool, head: int, heads: int) -> NDArray[np.float32]:
+    rows = [(kv.values if is_value else kv.keys)[layer, :, head : head + heads].reshape(len(kv), -1) for kv in samples]
+    return np.concatenate(rows).astype(np.float32)
+
+
+def _fit_cell(
+    samples: Sequence[KV], metric: Metric, layer: int, is_value: bool, head: int, heads: int, joint: int
+) -> tuple[Cell, NDArray[np.float32], Matrix]:
+    """The KLT of one cell in its metric, rows by decreasing variance; its first ``joint`` components of all samples;
+    and the variance of every component."""
+    x = _channels(samples, layer, is_value, head, heads)
+    dim = x.shape[1] // heads
+    span = slice(head * dim, (head + heads) * dim)
+    values, vectors = np.linalg.eigh((metric.values if is_value else metric.keys)[layer, span, span])
+    values = np.maximum(values, 0)
+    root = np.sqrt(values + RIDGE * values.mean() + 1e-30)
+    mean = x.mean(0, dtype=np.float64).astype(np.float32)
+    x -= mean
+    covariance = (x.T @ x).astype(np.float64) / len(x)
+    forward = (vectors * root) @ vectors.T
+    _, klt = np.linalg.eigh(forward @ covariance @ forward)
+    basis = klt[:, ::-1].T @ (vectors / root) @ vectors.T
+    unit = (np.maximum(np.abs(basis).max(1), 1e-30) / 127).astype(np.float32)
+    whole = np.rint(basis / unit[:, None]).astype(np.int8)
+    inverse = np.linalg.inv((whole * unit[:, None]).astype(np.float64))
+    variance = np.einsum("ij,ik,kj->j", inverse, covariance, inverse, optimize=True)
+    # Rows behind the joint ones are put in order of the variance that they have after rounding the basis.
+    rows = np.concatenate([np.arange(joint), joint + np.argsort(-variance[joint:], kind="stable")])
+    cell = Cell(layer, is_value, head, heads, mean, unit[rows], whole[rows])
+    return cell, x @ inverse[:, :joint].astype(np.float32), variance[rows]
+
+
+def _fit_block(cells: list[Cell], components: list[NDArray[np.float32]], variances: list[Matrix]) -> Block:
+    """The joint KLT of the cells' leading components, and every component's scale."""
+    joint = components[0].shape[1]
+    top = np.concatenate(components, axis=1)
+    covariance = (top.T @ top).astype(np.float64) / max(len(top), 1)
+    unit, whole, variance = np.zeros(0, np.float32), np.zeros((0, 0), np.int8), np.zeros(0)
+    if joint:
+        basis = np.linalg.eigh(covariance)[1][:, ::-1].T
+        unit = (np.abs(basis).max(1) / 127).astype(np.float32)
+        whole = np.rint(basis / unit[:, None]).astype(np.int8)
+        inverse = np.linalg.inv((whole * unit[:, None]).astype(np.float64))
+        variance = np.einsum("ij,ik,kj->j", inverse, covariance, inverse, optimize=True)
+        order = np.argsort(-variance, kind="stable")
+        unit, whole, variance = unit[order], np.ascontiguousarray(whole[order]), variance[order]
+    scales = [_scale(variance), *(_scale(v[joint:]) for v in variances)]
+    return Block(tuple(cells), joint, unit, whole, np.concatenate(scales))
+
+
+def _scale(variance: Matrix) -> NDArray[np.int16]:
+    scale: NDArray[np.int16] = np.clip(np.rint(2 * np.log2(np.maximum(variance, 1e-24))), -4000, 4000).astype(np.int16)
+    return scale
+
+
+def draft(shape: KVShape, fingerprint: bytes, sinks: int, blocks: tuple[Block, ...]) -> Profile:
+    """A profile with these blocks, one placeholder level, and models for Laplace distributions."""
+    tables = frequencies(np.zeros((CLASSES, CONTEXTS, 256)))
+    shrink = np.tile(np.float32([0.05, 0.02]), (CLASSES, 1))
+    threshold = np.tile(np.float32([0.6, 0.42]), (CLASSES, 1))
+    scale = 2.0 ** ((np.arange(CLASSES) - 12) / 4)
+    limits = np.clip(np.rint(np.stack([1.2 * scale, 3.6 * scale], 1)), 0, 250)
+    return Profile(
+        shape,
+        fingerprint,
+        sinks,
+        1,
+        (Level(1, 0.0, 0.0, 0),),
+        tables,
+        limits.astype(np.uint8),
+        shrink,
+        threshold,
+        blocks,
+    )
+
+
+def blocks_of(
+    profile: Profile, samples: Sequence[KV], step: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32]]]:
+    """Per block and sample: classes of the columns, components in steps, and the integers they become."""
+    from cachegen_rag.codec.quantize import quantize
+
+    transform = Transform(profile)
+    for index, coder in enumerate(transform.coders(step)):
+        threshold = profile.threshold[coder.classes]
+        for kv in samples:
+            taken = transform.components(kv, index)[:, np.maximum(coder.order, 0)]
+            taken[:, coder.order < 0] = 0
+            yield coder.classes, taken / np.float32(coder.step), quantize(taken, coder.step, threshold)
+
+
+def fit_models(profile: Profile, samples: Sequence[KV], steps: Sequence[int]) -> Profile:
+    """Symbol models and reconstruction points from what the samples become at these steps."""
+    from cachegen_rag.kernels.reference import Columns
+
+    counts = np.zeros((CLASSES * CONTEXTS, 256))
+    pulled, seen = np.zeros((CLASSES, 2)), np.zeros((CLASSES, 2))
+    for step in steps:
+        for classes, size, values in blocks_of(profile, samples, step):
+            symbols = np.clip(values, -127, 127).astype(np.int8)
+            limits = profile.context[classes].astype(np.int32)
+            columns = Columns((CONTEXTS * classes).astype(np.int32), limits[:, 0], limits[:, 1])
+            model = columns.model + context(symbols, columns)
+            counts += np.bincount((model * 256 + symbols.view(np.uint8)).ravel(), minlength=counts.size).reshape(
+                counts.shape
+            )
+            magnitude = np.abs(values)
+            for j, chosen in enumerate((magnitude == 1, magnitude > 1)):
+                pulled[:, j] += np.bincount(classes, ((magnitude - np.abs(size)) * chosen).sum(0), CLASSES)
+                seen[:, j] += np.bincount(classes, chosen.sum(0), CLASSES)
+    shrink = np.clip((pulled + 20 * profile.shrink) / (seen + 20), -0.45, 0.45).astype(np.float32)
+    return replace(profile, frequency=frequencies(counts.reshape(CLASSES, CONTEXTS, 256)), shrink=shrink, _bytes=None)

@@ -1,0 +1,443 @@
+/* The codec's inner loops for CPUs: symbol decoding and encoding, and from symbols to rows of an engine's cache.
+ *
+ * kernels/reference.py is the definition; kernels/README.md has the maths. Plain C11 without dependencies, called
+ * through ctypes. Every entry point checks its input against the bounds it is given: a hostile bitstream yields an
+ * error code, never a read or write outside the buffers. Kernels are compiled for AVX-512, for AVX2 and portably,
+ * and chosen when the library is loaded (cg_set_isa).
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CG_ABI 1
+#define LANES 32           /* rANS states of a stream; column c belongs to lane c % 32 */
+#define GROUP 32           /* columns of symbols are padded to a multiple of this */
+#define PROB_BITS 12       /* frequencies of a symbol model sum to 4096 */
+#define SLOTS 4096
+#define LOW 65536u         /* states live in [2^16, 2^32) between symbols */
+#define ESCAPE (-128)      /* this symbol says: the value is in the list of escapes */
+#define CONTEXTS 3
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define CG_X86 1
+#include <immintrin.h>
+#else
+#define CG_X86 0
+#endif
+
+#ifdef _WIN32
+#define API __declspec(dllexport)
+#else
+#define API __attribute__((visibility("default")))
+#endif
+
+enum { CG_OK = 0, CG_TRUNCATED = -1, CG_CORRUPT = -2, CG_MEMORY = -3 };
+
+API void *PyInit__codec(void) { return 0; } /* loaded with ctypes; some linkers want this name */
+API int cg_abi(void) { return CG_ABI; }
+
+static int isa = -1; /* 0 portable, 1 AVX2 + FMA + F16C, 2 AVX-512 */
+
+static int best_isa(void) {
+#if CG_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512vbmi2"))
+    return 2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;
+#endif
+  return 0;
+}
+
+static uint32_t compact[256][8]; /* AVX2: for a mask of lanes that read, which word of the next eight each gets */
+
+/* Choose kernels: -1 the best this machine has, else at most `wanted`. Returns the choice. Call before any other. */
+API int cg_set_isa(int wanted) {
+  for (int m = 0; m < 256; m++)
+    for (int i = 0, n = 0; i < 8; i++) compact[m][i] = (m >> i & 1) ? (uint32_t)n++ : 0;
+  int best = best_isa();
+  isa = wanted < 0 || wanted > best ? best : wanted;
+  return isa;
+}
+
+/* ---- rANS: 32 interleaved 32-bit states, 16-bit words, 12-bit frequencies, context-dependent symbol models ---- */
+
+/* The context of an element: how large its neighbours are, against two thresholds of its component. `up` is the same
+ * column of the token before, `left` the column 32 places before in the same token; 0 outside the block. */
+static inline int context(int up, int left, int low, int high) {
+  int m = 2 * (up < 0 ? -up : up) + (left < 0 ? -left : left);
+  return (m > low) + (m > high);
+}
+
+typedef struct {
+  const uint16_t *words;
+  size_t n_words;
+  const uint32_t *tables; /* [models][4096]: symbol & 0xff | frequency << 8 | (slot - start) << 20 */
+  const int32_t *model;   /* [columns]: first of the three models (one a context) of each component */
+  const int32_t *low, *high; /* [columns]: context thresholds */
+  int64_t rows, columns;  /* columns % 32 == 0 */
+  uint32_t *state;        /* [32] */
+  int8_t *out;            /* [rows][columns] */
+} Stream;
+
+static const int8_t zero_row[GROUP];
+
+/* Rows `row` and up, `column` and up of that row: one element at a time. */
+static int decode_scalar(const Stream *s, int64_t row, int64_t column, size_t at) {
+  for (int64_t r = row; r < s->rows; r++, column = 0) {
+    int8_t *out = s->out + r * s->columns;
+    const int8_t *up = r ? out - s->columns : NULL;
+    for (int64_t c = column; c < s->columns; c++) {
+      int k = context(up ? up[c] : 0, c >= GROUP ? out[c - GROUP] : 0, s->low[c], s->high[c]);
+      uint32_t x = s->state[c % LANES];
+      uint32_t e = s->tables[(size_t)(s->model[c] + k) * SLOTS + (x & (SLOTS - 1))];
+      x = (e >> 8 & (SLOTS - 1)) * (x >> PROB_BITS) + (e >> 20);
+      if (x < LOW) {
+        if (at == s->n_words) return CG_TRUNCATED;
+        x = x << 16 | s->words[at++];
+      }
+      s->state[c % LANES] = x;
+      out[c] = (int8_t)e;
+    }
+  }
+  if (at != s->n_words) return CG_CORRUPT;
+  for (int i = 0; i < LANES; i++)
+    if (s->state[i] != LOW) return CG_CORRUPT;
+  return CG_OK;
+}
+
+#if CG_X86
+__attribute__((target("avx2"))) static inline __m256i step8(__m256i x, const Stream *s, int64_t c, const int8_t *up,
+                                                            const int8_t *left, size_t *at, int8_t *out) {
+  __m256i u = _mm256_abs_epi32(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)up)));
+  __m256i l = _mm256_abs_epi32(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)left)));
+  __m256i m = _mm256_add_epi32(_mm256_add_epi32(u, u), l);
+  __m256i k = _mm256_loadu_si256((const __m256i *)(s->model + c));
+  k = _mm256_sub_epi32(k, _mm256_cmpgt_epi32(m, _mm256_loadu_si256((const __m256i *)(s->low + c))));
+  k = _mm256_sub_epi32(k, _mm256_cmpgt_epi32(m, _mm256_loadu_si256((const __m256i *)(s->high + c))));
+  __m256i slot = _mm256_and_si256(x, _mm256_set1_epi32(SLOTS - 1));
+  __m256i e = _mm256_i32gather_epi32((const int *)s->tables, _mm256_or_si256(_mm256_slli_epi32(k, PROB_BITS), slot), 4);
+  __m256i f = _mm256_and_si256(_mm256_srli_epi32(e, 8), _mm256_set1_epi32(SLOTS - 1));
+  x = _mm256_add_epi32(_mm256_mullo_epi32(f, _mm256_srli_epi32(x, PROB_BITS)), _mm256_srli_epi32(e, 20));
+  __m256i need = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
+  int mask = _mm256_movemask_ps(_mm256_castsi256_ps(need));
+  __m256i w = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(s->words + *at)));
+  w = _mm256_permutevar8x32_epi32(w, _mm256_loadu_si256((const __m256i *)compact[mask]));
+  x = _mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, 16), w), need);
+  *at += (size_t)__builtin_popcount((unsigned)mask);
+  const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1, -1,
+                                       -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  e = _mm256_shuffle_epi8(e, low);
+  uint32_t a = (uint32_t)_mm_cvtsi128_si32(_mm256_castsi256_si128(e));
+  uint32_t b = (uint32_t)_mm_cvtsi128_si32(_mm256_extracti128_si256(e, 1));
+  memcpy(out, &a, 4);
+  memcpy(out + 4, &b, 4);
+  return x;
+}
+
+__attribute__((target("avx2"))) static int decode_avx2(const Stream *s) {
+  __m256i x[4];
+  for (int i = 0; i < 4; i++) x[i] = _mm256_loadu_si256((const __m256i *)(s->state + 8 * i));
+  size_t at = 0;
+  int8_t *zeros = calloc((size_t)s->columns + 1, 1);
+  if (!zeros) return CG_MEMORY;
+  int64_t r = 0, c = 0;
+  for (; r < s->rows; r++) {
+    int8_t *out = s->out + r * s->columns;
+    const int8_t *up = r ? out - s->columns : zeros;
+    const int8_t *left = zero_row;
+    for (c = 0; c < s->columns; c += GROUP) {
+      if (s->n_words - at < GROUP) goto rest; /* the vector code reads up to 32 words ahead */
+      x[0] = step8(x[0], s, c, up + c, left, &at, out + c);
+      x[1] = step8(x[1], s, c + 8, up + c + 8, left + 8, &at, out + c + 8);
+      x[2] = step8(x[2], s, c + 16, up + c + 16, left + 16, &at, out + c + 16);
+      x[3] = step8(x[3], s, c + 24, up + c + 24, left + 24, &at, out + c + 24);
+      left = out + c;
+    }
+  }
+  c = 0;
+rest:
+  free(zeros);
+  for (int i = 0; i < 4; i++) _mm256_storeu_si256((__m256i *)(s->state + 8 * i), x[i]);
+  return decode_scalar(s, r, c, at);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2"))) static inline __m512i step16(
+    __m512i x, const Stream *s, int64_t c, const int8_t *up, const int8_t *left, size_t *at, int8_t *out) {
+  __m512i u = _mm512_abs_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)up)));
+  __m512i l = _mm512_abs_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)left)));
+  __m512i m = _mm512_add_epi32(_mm512_add_epi32(u, u), l);
+  __m512i k = _mm512_loadu_si512(s->model + c);
+  const __m512i one = _mm512_set1_epi32(1);
+  k = _mm512_mask_add_epi32(k, _mm512_cmpgt_epi32_mask(m, _mm512_loadu_si512(s->low + c)), k, one);
+  k = _mm512_mask_add_epi32(k, _mm512_cmpgt_epi32_mask(m, _mm512_loadu_si512(s->high + c)), k, one);
+  __m512i slot = _mm512_and_si512(x, _mm512_set1_epi32(SLOTS - 1));
+  __m512i e = _mm512_i32gather_epi32(_mm512_or_si512(_mm512_slli_epi32(k, PROB_BITS), slot), (const int *)s->tables, 4);
+  __m512i f = _mm512_and_si512(_mm512_srli_epi32(e, 8), _mm512_set1_epi32(SLOTS - 1));
+  x = _mm512_add_epi32(_mm512_mullo_epi32(f, _mm512_srli_epi32(x, PROB_BITS)), _mm512_srli_epi32(e, 20));
+  __mmask16 need = _mm512_cmplt_epu32_mask(x, _mm512_set1_epi32(LOW));
+  __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(s->words + *at)));
+  w = _mm512_maskz_expand_epi32(need, w);
+  x = _mm512_mask_or_epi32(x, need, _mm512_slli_epi32(x, 16), w);
+  *at += (size_t)__builtin_popcount((unsigned)need);
+  _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8(e));
+  return x;
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2"))) static int decode_avx512(const Stream *s) {
+  __m512i x0 = _mm512_loadu_si512(s->state), x1 = _mm512_loadu_si512(s->state + 16);
+  size_t at = 0;
+  int8_t *zeros = calloc((size_t)s->columns + 1, 1);
+  if (!zeros) return CG_MEMORY;
+  int64_t r = 0, c = 0;
+  for (; r < s->rows; r++) {
+    int8_t *out = s->out + r * s->columns;
+    const int8_t *up = r ? out - s->columns : zeros;
+    const int8_t *left = zero_row;
+    for (c = 0; c < s->columns; c += GROUP) {
+      if (s->n_words - at < GROUP) goto rest;
+      x0 = step16(x0, s, c, up + c, left, &at, out + c);
+      x1 = step16(x1, s, c + 16, up + c + 16, left + 16, &at, out + c + 16);
+      left = out + c;
+    }
+  }
+  c = 0;
+rest:
+  free(zeros);
+  _mm512_storeu_si512(s->state, x0);
+  _mm512_storeu_si512(s->state + 16, x1);
+  return decode_scalar(s, r, c, at);
+}
+#endif
+
+/* Decode a stream of rows x columns symbols. `states` holds 32 little-endian states as read from the stream. */
+API int cg_decode(const uint16_t *words, size_t n_words, uint32_t *state, const uint32_t *tables, const int32_t *model,
+                  const int32_t *low, const int32_t *high, int64_t rows, int64_t columns, int8_t *out) {
+  Stream s = {words, n_words, tables, model, low, high, rows, columns, state, out};
+  for (int i = 0; i < LANES; i++)
+    if (state[i] < LOW) return CG_CORRUPT;
+#if CG_X86
+  if (isa == 2) return decode_avx512(&s);
+  if (isa == 1) return decode_avx2(&s);
+#endif
+  return decode_scalar(&s, 0, 0, 0);
+}
+
+/* Encode. `frequency` and `start` are [models][256], indexed by symbol & 0xff. `words` has room for rows * columns.
+ * Returns the number of words, written at the end of the buffer in the order the decoder reads them. Negative: error
+ * (CG_CORRUPT: a symbol that its model does not have). */
+API int64_t cg_encode(const int8_t *symbols, int64_t rows, int64_t columns, const uint16_t *frequency,
+                      const uint16_t *start, const int32_t *model, const int32_t *low, const int32_t *high,
+                      uint32_t *state, uint16_t *words) {
+  int64_t total = rows * columns, at = total;
+  for (int i = 0; i < LANES; i++) state[i] = LOW;
+  for (int64_t r = rows - 1; r >= 0; r--) {
+    const int8_t *row = symbols + r * columns, *up = r ? row - columns : NULL;
+    for (int64_t c = columns - 1; c >= 0; c--) {
+      int k = context(up ? up[c] : 0, c >= GROUP ? row[c - GROUP] : 0, low[c], high[c]);
+      size_t j = (size_t)(model[c] + k) * 256 + (uint8_t)row[c];
+      uint32_t f = frequency[j], *x = state + c % LANES;
+      if (!f) return CG_CORRUPT;
+      uint32_t v = *x;
+      if (v >> 20 >= f) {
+        words[--at] = (uint16_t)v;
+        v >>= 16;
+      }
+      uint32_t q = v / f;
+      *x = (q << PROB_BITS) + (v - q * f) + start[j];
+    }
+  }
+  return total - at;
+}
+
+/* ---- from symbols to rows ---- */
+
+
+/* C[rows][n] = I + A[rows][k] * B[k][n], where I is one row for all (ldi = 0) or C itself. rows is a multiple of
+ * BLOCK's divisors (4, 6, 8), n of 16; buffers are padded by their owner. */
+#define BLOCK 48 /* tokens transformed at a time: small enough that a block's buffers stay in the cache */
+#define GEMM(NAME, TARGET, WIDTH, TILE)                                                                               \
+  typedef float NAME##_v __attribute__((vector_size(WIDTH * 4), aligned(4)));                                         \
+  TARGET static void NAME(int64_t rows, int64_t n, int64_t k, const float *a, int64_t lda, const float *b,            \
+                          int64_t ldb, const float *init, int64_t ldi, float *c, int64_t ldc) {                       \
+    for (int64_t j = 0; j < n; j += 16)                                                                               \
+      for (int64_t i = 0; i < rows; i += TILE) {                                                                      \
+        NAME##_v acc[TILE][16 / WIDTH];                                                                               \
+        for (int r = 0; r < TILE; r++)                                                                                \
+          for (int u = 0; u < 16 / WIDTH; u++) acc[r][u] = *(const NAME##_v *)(init + (i + r) * ldi + j + u * WIDTH); \
+        const float *pa = a + i * lda, *pb = b + j;                                                                   \
+        for (int64_t p = 0; p < k; p++, pb += ldb) {                                                                  \
+          NAME##_v y[16 / WIDTH];                                                                                     \
+          for (int u = 0; u < 16 / WIDTH; u++) y[u] = *(const NAME##_v *)(pb + u * WIDTH);                            \
+          for (int r = 0; r < TILE; r++)                                                                              \
+            for (int u = 0; u < 16 / WIDTH; u++) acc[r][u] += y[u] * pa[r * lda + p];                                 \
+        }                                                                                                             \
+        for (int r = 0; r < TILE; r++)                                                                                \
+          for (int u = 0; u < 16 / WIDTH; u++) *(NAME##_v *)(c + (i + r) * ldc + j + u * WIDTH) = acc[r][u];          \
+      }                                                                                                               \
+  }
+GEMM(gemm_portable, , 4, 4)
+#if CG_X86
+GEMM(gemm_avx2, __attribute__((target("avx2,fma"))), 8, 6)
+GEMM(gemm_avx512, __attribute__((target("avx512f"))), 16, 8)
+#endif
+
+static void gemm(int64_t rows, int64_t n, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                 const float *init, int64_t ldi, float *c, int64_t ldc) {
+#if CG_X86
+  if (isa == 2) {
+    gemm_avx512(rows, n, k, a, lda, b, ldb, init, ldi, c, ldc);
+    return;
+  }
+  if (isa == 1) {
+    gemm_avx2(rows, n, k, a, lda, b, ldb, init, ldi, c, ldc);
+    return;
+  }
+#endif
+  gemm_portable(rows, n, k, a, lda, b, ldb, init, ldi, c, ldc);
+}
+
+/* Round to nearest even, as the hardware does; the caller has clamped to the finite range. */
+static uint16_t half_bits(float value) {
+  uint32_t b;
+  memcpy(&b, &value, 4);
+  uint32_t sign = b >> 16 & 0x8000, mag = b & 0x7fffffff;
+  if (mag < 0x38800000) { /* below 2^-14: subnormal halves, units of 2^-24 */
+    float m;
+    memcpy(&m, &mag, 4);
+    return (uint16_t)(sign | (uint32_t)lrintf(m * 16777216.0f));
+  }
+  mag += 0xfff + (mag >> 13 & 1);
+  return (uint16_t)(sign | ((mag - 0x38000000) >> 13));
+}
+
+static void store_half_portable(const float *v, int64_t n, uint16_t *out) {
+  for (int64_t i = 0; i < n; i++) {
+    float x = v[i] > 65504.0f ? 65504.0f : v[i] < -65504.0f ? -65504.0f : v[i];
+    out[i] = half_bits(x);
+  }
+}
+
+#if CG_X86
+__attribute__((target("avx2,f16c"))) static void store_half_avx2(const float *v, int64_t n, uint16_t *out) {
+  const __m256 top = _mm256_set1_ps(65504.0f), bottom = _mm256_set1_ps(-65504.0f);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    __m256 x = _mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(v + i), top), bottom);
+    _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  store_half_portable(v + i, n - i, out + i);
+}
+#endif
+
+static void store_half(const float *v, int64_t n, uint16_t *out) {
+#if CG_X86
+  if (isa >= 1) {
+    store_half_avx2(v, n, out);
+    return;
+  }
+#endif
+  store_half_portable(v, n, out);
+}
+
+/* One cell of a block: the channels of some heads of one layer, keys or values. */
+typedef struct {
+  const float *basis; /* [joint + own][width]: rows for the joint part, then for the cell's own components */
+  const float *mean;  /* [width] */
+  char *rows;         /* where token 0's first head goes */
+  int64_t token_stride, head_stride; /* bytes; channels are contiguous */
+  int64_t own;        /* components of the cell's own that this level codes */
+  int64_t heads, dim, width; /* width = heads * dim rounded up to 16 */
+  int64_t rotary;     /* channels of a head to rotate, 0 for values */
+} Cell;
+
+/* Rotate a head's leading channels, interleaved pairs in; out interleaved, or split in halves. */
+static void rotate(const float *v, const float *cosine, const float *sine, int64_t pairs, int halves, float *out) {
+  if (halves)
+    for (int64_t i = 0; i < pairs; i++) {
+      float e = v[2 * i], o = v[2 * i + 1];
+      out[i] = e * cosine[i] - o * sine[i];
+      out[pairs + i] = e * sine[i] + o * cosine[i];
+    }
+  else
+    for (int64_t i = 0; i < pairs; i++) {
+      float e = v[2 * i], o = v[2 * i + 1];
+      out[2 * i] = e * cosine[i] - o * sine[i];
+      out[2 * i + 1] = e * sine[i] + o * cosine[i];
+    }
+}
+
+/* Symbols of one block to rows of the engine's cache.
+ *
+ * symbols [rows][columns]; escapes: indices into symbols, and values. Value of symbol s of column c: sign(s) *
+ * (|s| - shrink[2 c + (|s| > 1)]) * step[c], put at place[c] of a token's coefficients: `active` joint components,
+ * then the own components of each cell in turn. joint_basis [active][joint_width], joint_width = cells * joint
+ * rounded up to 16. cosine, sine [rows][rotary / 2]. half_out: rows are fp16, else float32. */
+API int cg_reconstruct(const int8_t *symbols, int64_t rows, int64_t columns, const int64_t *escape_at,
+                       const int32_t *escape_value, int64_t escapes, const float *shrink, const float *step,
+                       const int32_t *place, int64_t coefficients, const float *joint_basis, int64_t active,
+                       int64_t joint, int64_t joint_width, const Cell *cells, int64_t n_cells, const float *cosine,
+                       const float *sine, int halves, int half_out) {
+  int64_t widest = 0, longest = 0;
+  for (int64_t i = 0; i < n_cells; i++) {
+    if (cells[i].width > widest) widest = cells[i].width;
+    if (cells[i].dim > longest) longest = cells[i].dim;
+  }
+  float *zeros = calloc((size_t)joint_width + 1, 4);
+  float *z = calloc((size_t)(BLOCK * coefficients) + 1, 4);
+  float *y = calloc((size_t)(BLOCK * joint_width) + 1, 4);
+  float *x = calloc((size_t)(BLOCK * widest) + 1, 4);
+  float *turned = calloc((size_t)longest + 1, 4);
+  int64_t e = 0;
+  int result = zeros && z && y && x && turned ? CG_OK : CG_MEMORY;
+  for (int64_t first = 0; result == CG_OK && first < rows; first += BLOCK) {
+    int64_t n = rows - first < BLOCK ? rows - first : BLOCK, padded = (n + 23) / 24 * 24;
+    for (int64_t t = 0; t < n; t++) {
+      const int8_t *s = symbols + (first + t) * columns;
+      float *out = z + t * coefficients;
+      for (int64_t c = 0; c < columns; c++) {
+        int v = s[c], m = v < 0 ? -v : v;
+        float shrunk = (float)m - shrink[2 * c + (m > 1)];
+        out[place[c]] = v ? (v < 0 ? -shrunk : shrunk) * step[c] : 0.0f;
+      }
+    }
+    for (; e < escapes && escape_at[e] < (first + n) * columns; e++) {
+      int64_t c = escape_at[e] % columns, t = escape_at[e] / columns - first;
+      z[t * coefficients + place[c]] = (float)escape_value[e] * step[c];
+    }
+    gemm(padded, joint_width, active, z, coefficients, joint_basis, joint_width, zeros, 0, y, joint_width);
+    int64_t own = active;
+    for (int64_t i = 0; i < n_cells; i++) {
+      const Cell *cell = cells + i;
+      gemm(padded, cell->width, joint, y + i * joint, joint_width, cell->basis, cell->width, cell->mean, 0, x,
+           cell->width);
+      if (cell->own)
+        gemm(padded, cell->width, cell->own, z + own, coefficients, cell->basis + joint * cell->width, cell->width, x,
+             cell->width, x, cell->width);
+      own += cell->own;
+      int64_t pairs = cell->rotary / 2;
+      for (int64_t t = 0; t < n; t++)
+        for (int64_t h = 0; h < cell->heads; h++) {
+          float *v = x + t * cell->width + h * cell->dim;
+          char *to = cell->rows + (first + t) * cell->token_stride + h * cell->head_stride;
+          if (pairs) {
+            rotate(v, cosine + (first + t) * pairs, sine + (first + t) * pairs, pairs, halves, turned);
+            memcpy(turned + 2 * pairs, v + 2 * pairs, (size_t)(cell->dim - 2 * pairs) * 4);
+            v = turned;
+          }
+          if (half_out)
+            store_half(v, cell->dim, (uint16_t *)to);
+          else
+            memcpy(to, v, (size_t)cell->dim * 4);
+        }
+    }
+  }
+  free(zeros);
+  free(z);
+  free(y);
+  free(x);
+  free(turned);
+  return result;
+}

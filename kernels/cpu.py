@@ -1,0 +1,110 @@
+"""The codec's kernels for CPUs: the C library where it was built, numba elsewhere. Same bytes as ``reference.py``.
+
+Everything here releases the GIL while it computes: chunks are decoded side by side on threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachegen_rag.kernels import native, reference
+from cachegen_rag.kernels.reference import (
+    GROUP,
+    LANES,
+    BlockTransform,
+    Columns,
+    Escapes,
+    KernelError,
+    Rows,
+    SymbolModels,
+)
+
+_PROBLEMS = {-1: "the stream ends early", -2: "the stream is inconsistent", -3: "out of memory"}
+
+
+def encode(
+    symbols: NDArray[np.int8], columns: Columns, models: SymbolModels
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """See :func:`cachegen_rag.kernels.reference.encode`."""
+    symbols = np.ascontiguousarray(symbols)
+    _check(columns, models)
+    state = np.empty(LANES, np.uint32)
+    words = np.empty(symbols.size, np.uint16)
+    lib = native.library()
+    arguments = (models.frequency, models.start, columns.model, columns.low, columns.high, state, words)
+    if lib is not None:
+        count = lib.cg_encode(_at(symbols), *symbols.shape, *map(_at, arguments))
+    else:
+        from cachegen_rag.kernels import jit
+
+        count = jit.encode(symbols, *arguments)
+    if count < 0:
+        raise KernelError("a symbol is missing from its model")
+    return state, words[len(words) - count :].copy()
+
+
+def decode(
+    words: NDArray[np.uint16], state: NDArray[np.uint32], rows: int, columns: Columns, models: SymbolModels
+) -> NDArray[np.int8]:
+    """See :func:`cachegen_rag.kernels.reference.decode`."""
+    words, state = np.ascontiguousarray(words, np.uint16), np.array(state, np.uint32)
+    _check(columns, models)
+    if len(state) != LANES:
+        raise KernelError(f"a stream has {LANES} states, not {len(state)}")
+    out = np.empty((rows, len(columns)), np.int8)
+    lib = native.library()
+    arguments = (models.slots, columns.model, columns.low, columns.high)
+    if lib is not None:
+        result = lib.cg_decode(_at(words), len(words), _at(state), *map(_at, arguments), *out.shape, _at(out))
+    else:
+        from cachegen_rag.kernels import jit
+
+        result = jit.decode(words, state, *arguments, out)
+    if result:
+        raise KernelError(_PROBLEMS[result])
+    return out
+
+
+def reconstruct(symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTransform, rows: Rows) -> None:
+    """See :func:`cachegen_rag.kernels.reference.reconstruct`."""
+    lib = native.library()
+    if lib is None or not all(_plain(a) for a in rows.arrays):
+        reference.reconstruct(symbols, escapes, transform, rows)
+        return
+    cells = (native.Cell * len(transform.cells))()
+    for cell, out, to in zip(transform.cells, rows.arrays, cells, strict=True):
+        if out.shape != (len(symbols), cell.heads, cell.dim):
+            raise KernelError(f"rows of shape {out.shape} for {(len(symbols), cell.heads, cell.dim)}")
+        to.basis, to.mean, to.rows = _at(cell.basis), _at(cell.mean), _at(out)
+        to.token_stride, to.head_stride, _ = out.strides
+        to.own, to.heads, to.dim, to.width = cell.own, cell.heads, cell.dim, len(cell.mean)
+        to.rotary = 0 if cell.is_value else 2 * rows.cosine.shape[1]
+    cosine, sine = np.ascontiguousarray(rows.cosine), np.ascontiguousarray(rows.sine)
+    half = {a.dtype for a in rows.arrays} == {np.dtype(np.float16)}
+    result = lib.cg_reconstruct(
+        _at(symbols), *symbols.shape, _at(escapes.at), _at(escapes.value), len(escapes.at), _at(transform.shrink),
+        _at(transform.step), _at(transform.place), transform.coefficients, _at(transform.joint_basis),
+        transform.active, transform.joint, transform.joint_basis.shape[1], cells, len(transform.cells),
+        _at(cosine), _at(sine), int(rows.halves), int(half),
+    )  # fmt: skip
+    if result:
+        raise MemoryError("no memory for the buffers of one block")
+
+
+def _plain(array: Any) -> bool:
+    """Whether the C kernel can write this array: fp16 or float32, channels contiguous."""
+    plain = isinstance(array, np.ndarray) and array.dtype in (np.float16, np.float32)
+    return plain and array.strides[-1] == array.itemsize and array.flags.writeable
+
+
+def _check(columns: Columns, models: SymbolModels) -> None:
+    if len(columns) % GROUP or int(columns.model.max(initial=0)) + 3 > len(models.slots):
+        raise KernelError("columns must be a multiple of 32, their models among those given")
+
+
+def _at(array: NDArray[Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
