@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from cachegen_rag.bench import codec as bench
+from cachegen_rag.bench import texts
+from cachegen_rag.codec.calibrate import calibrate
 from cachegen_rag.errors import ConfigError
 
 SUMMARY = {
@@ -79,11 +81,17 @@ def test_plot_of_the_longest_documents(tmp_path: Path) -> None:
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.fixture(scope="module")
+def profile(tiny_model: Any) -> Any:
+    return calibrate(tiny_model, [text[:6000] for text in texts.load().tuned])
+
+
 @pytest.mark.parametrize("placement", bench.PLACEMENTS)
-def test_a_small_run(tiny_model: Any, tmp_path: Path, placement: str) -> None:
+def test_a_small_run(tiny_model: Any, profile: Any, placement: str) -> None:
     said: list[str] = []
     result = bench.run(
         model=tiny_model,
+        profile=profile,
         documents=2,
         tokens=96,
         short_tokens=40,
@@ -120,8 +128,8 @@ def test_a_small_run(tiny_model: Any, tmp_path: Path, placement: str) -> None:
     assert said
 
 
-def test_wrong_options_are_one_clear_error(tiny_model: Any) -> None:
+def test_wrong_options_are_one_clear_error(tiny_model: Any, profile: Any) -> None:
     with pytest.raises(ConfigError, match="placement='middle' must be one of document, start"):
-        bench.run(model=tiny_model, placement="middle")
+        bench.run(model=tiny_model, profile=profile, placement="middle")
     with pytest.raises(ConfigError, match="passages"):
-        bench.run(model=tiny_model, tokens=10**6, documents=4)
+        bench.run(model=tiny_model, profile=profile, tokens=10**6, documents=4)
