@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -23,9 +23,8 @@ import numpy as np
 from cachegen_rag.errors import ConfigError, ContextOverflowError
 from cachegen_rag.fingerprint import canonical_bytes
 from cachegen_rag.kv import KV
-from cachegen_rag.models.base import KVModel, KVTarget, Session
+from cachegen_rag.models.base import KVModel, Session
 from cachegen_rag.prompt import Document, Message, Tokenizer, build_prompt, plain_prompt, with_documents
-from cachegen_rag.rope import from_interleaved, rotate
 
 CONTEXTS = 3
 """How many contexts a document's KV is averaged over."""
@@ -42,17 +41,16 @@ def passages() -> list[str]:
     return [p.strip() for p in text.split("\n\n") if p.strip()]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class WarmContext:
     """The contexts of one model, as token ids, each beginning as the model's prompts do.
 
-    ``digest`` (64 hex digits) identifies them. Not thread-safe beyond the session that is passed in: an instance keeps
-    each context's KV after it was computed first, so that further documents cost no more than their own tokens.
+    ``digest`` (64 hex digits) identifies them. The engine keeps each context's KV (``Session.keep``), so that further
+    documents cost no more than their own tokens.
     """
 
     contexts: tuple[tuple[int, ...], ...]
     n_ctx: int
-    _kept: dict[int, KV] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def for_model(model: KVModel, *, contexts: int = CONTEXTS, passages_each: int = PASSAGES) -> WarmContext:
@@ -105,7 +103,7 @@ class WarmContext:
                     f"split it, or load the model with a larger n_ctx"
                 )
         sums: list[KV | None] = [None] * len(documents)
-        for number, context in enumerate(self.contexts):
+        for context in self.contexts:
             start = 0
             session.truncate(0)
             for index, document in enumerate(documents):
@@ -114,7 +112,7 @@ class WarmContext:
                     session.truncate(room)
                 elif start < room:
                     session.truncate(0)
-                    self._begin(session, number, room)
+                    self._begin(session, context[:room])
                 start = room
                 session.decode(document)
                 kv = session.export(start, start + len(document))
@@ -125,22 +123,12 @@ class WarmContext:
             assert total is not None
             yield _scaled(total, 1.0 / len(self.contexts))
 
-    def _begin(self, session: Session, number: int, room: int) -> None:
-        """Put the first ``room`` tokens of a context on an empty session: from the KV kept before, or computed."""
-        context = self.contexts[number][:room]
-        kept = self._kept.get(number)
-        if kept is not None and len(kept) >= room:
-            target = session.stage(np.arange(room, dtype=np.int32))
-            fill(target, kept[:room])
-            session.commit(target, context)
-            session.take(0, room, context)
-            return
-        if not context:
-            return
-        session.decode(context)
-        kv = session.export(0, room)
-        if isinstance(kv.keys, np.ndarray):  # an engine on a GPU computes a context faster than it would be moved
-            self._kept[number] = kv
+    def _begin(self, session: Session, context: Sequence[int]) -> None:
+        """Put ``context`` on an empty session: what an earlier session kept of it, and the rest computed."""
+        at = session.reuse(context) if context else 0
+        if at < len(context):
+            session.decode(context[at:])
+            session.keep()
 
 
 def context_ids(model: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
@@ -151,14 +139,6 @@ def context_ids(model: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
     except ConfigError:  # the template refuses so plain a chat: what matters is the text
         prompt = plain_prompt(model, [part for d in documents for part in ("\n\n", d)])
     return tuple(prompt.token_ids[: prompt.offsets[prompt.documents[-1]]])
-
-
-def fill(target: KVTarget, kv: KV) -> None:
-    """Write ``kv`` into numpy memory that an engine handed out: rotated to its positions, in its pair layout."""
-    keys = from_interleaved(rotate(kv.keys, target.positions, target.rope), target.rope)
-    for layer, (k, v) in enumerate(zip(target.keys, target.values, strict=True)):
-        k[...] = keys[layer]
-        v[...] = kv.values[layer]
 
 
 def _float32(array: Any) -> Any:
