@@ -17,7 +17,7 @@ library of prompt positions, so what is taken may be chosen after it has been st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -94,6 +94,12 @@ class KVTarget:
 
 class Session(Protocol):
     """One prompt under construction, with exclusive use of the engine's context. Not thread-safe."""
+
+    cancelled: Callable[[], bool] | None
+    """Asked before every decode, and during long ones where the engine can stop; True raises RequestCancelledError.
+
+    The prompt is then as it was before the decode. Set it to a function that is quick and safe in any thread.
+    """
 
     @property
     def length(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,7 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cachegen_rag.errors import ContextOverflowError, MissingDependencyError, ModelError, ModelLoadError
+from cachegen_rag.errors import (
+    ContextOverflowError,
+    MissingDependencyError,
+    ModelError,
+    ModelLoadError,
+    RequestCancelledError,
+)
 from cachegen_rag.models.llama_queries import QueryTap
 
 MAIN, LIBRARY, SCRATCH = 0, 1, 2  # sequences: the prompt, staged rows, in between
@@ -138,6 +145,15 @@ def check_gguf(path: Path) -> None:
         raise ModelLoadError(f"{path} is not a GGUF model (it begins with {magic!r}); give the path of a .gguf file")
 
 
+def _strlen() -> Any:
+    """C's ``strlen`` as the abort callback: asked between a graph's nodes, it says "yes" once its text is not empty.
+
+    A Python callback would take the GIL a thousand times a decode. The caller reads a bool, the low byte of the length.
+    """
+    libc = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
+    return libc.strlen
+
+
 class NativeContext:
     """One context: a unified KV cache that several sequences share, and the batch that feeds it."""
 
@@ -156,6 +172,9 @@ class NativeContext:
         self.tap = QueryTap()
         params.cb_eval = ctypes.cast(self.tap.callback, lib.ggml_backend_sched_eval_callback)
         params.cb_eval_user_data = self.tap.user_data
+        self._abort = ctypes.create_string_buffer(2)
+        params.abort_callback = ctypes.cast(_strlen(), lib.ggml_abort_callback)
+        params.abort_callback_data = ctypes.cast(self._abort, ctypes.c_void_p)
         self.pointer, errors = call_quietly(lambda: lib.llama_init_from_model(model.pointer, params))
         if not self.pointer:
             raise ModelLoadError(f"llama.cpp makes no context of {cells} tokens: {errors or 'no reason given'}")
@@ -186,7 +205,8 @@ class NativeContext:
     def decode(self, token_ids: Sequence[int], start: int, *, all_logits: bool, sequence: int = MAIN) -> None:
         """Compute at most ``n_batch`` tokens at positions from ``start``; logits of all or of the last one.
 
-        Raises ContextOverflowError when the cache has no room, ModelError when llama.cpp fails otherwise.
+        Raises ContextOverflowError when the cache has no room, RequestCancelledError after :meth:`abort`, ModelError
+        when llama.cpp fails otherwise.
         """
         count = len(token_ids)
         self._tokens[:count] = token_ids
@@ -195,7 +215,10 @@ class NativeContext:
         self._outputs[count - 1] = 1
         self._sequence[0] = sequence
         self._batch.n_tokens = count
+        self._abort[0] = b"\0"
         code = self.lib.llama_decode(self.pointer, self._batch)
+        if code == 2:
+            raise RequestCancelledError(f"the request was cancelled while {count} tokens were computed")
         if code == 1:
             raise ContextOverflowError(
                 f"the engine's cache has no room for {count} tokens at position {start}: "
@@ -203,6 +226,10 @@ class NativeContext:
             )
         if code != 0:
             raise ModelError(f"llama_decode failed with code {code} on {count} tokens at position {start}")
+
+    def abort(self) -> None:
+        """End the decode under way within a few milliseconds; any thread may call it."""
+        self._abort[0] = b"x"
 
     def logits(self, rows: int) -> NDArray[np.float32]:
         """A view ``[rows, vocabulary]`` of the last decode's logits, valid until the next decode."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cachegen_rag.errors import ContextOverflowError, CorruptBitstreamError, ModelError, SpliceRefusedError
+from cachegen_rag.errors import (
+    ContextOverflowError,
+    CorruptBitstreamError,
+    ModelError,
+    RequestCancelledError,
+    SpliceRefusedError,
+)
 from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVTarget, Sampling, Token
 from cachegen_rag.models.llama_native import LIBRARY, MAIN, SCRATCH
@@ -20,6 +28,9 @@ from cachegen_rag.rope import rotate, to_interleaved
 if TYPE_CHECKING:
     from cachegen_rag.models.llama_cpp import LlamaCppModel
 
+WATCHED_TOKENS = 32  # a shorter decode is not worth a watching thread
+WATCH_SECONDS = 0.02
+
 
 class LlamaSession:
     """Builds a prompt in sequence 0 from decoded tokens and from rows staged in sequence 1 (the library).
@@ -28,6 +39,7 @@ class LlamaSession:
     """
 
     def __init__(self, model: LlamaCppModel) -> None:
+        self.cancelled: Callable[[], bool] | None = None
         self._model = model
         self._context = model.context
         self._ids: list[int] = []
@@ -247,17 +259,18 @@ class LlamaSession:
             raise SpliceRefusedError(f"the prompt lacks the row of its last position, {self.length - 1}")
 
     def _decode_batch(self, ids: list[int], logits: bool) -> None:
-        """Decode at most ``n_batch`` tokens; the prompt is as before if that fails."""
+        """Decode at most ``n_batch`` tokens; the prompt is as before if that fails or is cancelled."""
         self._has_logits = False
         try:
-            try:
-                self._context.decode(ids, self.length, all_logits=logits)
-            except ContextOverflowError:
-                if self._dropped >= self.length:
-                    raise
-                self._context.remove(LIBRARY, 0, self.length)  # rows that the prompt has passed
-                self._staged[: self.length], self._dropped = False, self.length
-                self._context.decode(ids, self.length, all_logits=logits)
+            with self._cancellable(len(ids)):
+                try:
+                    self._context.decode(ids, self.length, all_logits=logits)
+                except ContextOverflowError:
+                    if self._dropped >= self.length:
+                        raise
+                    self._context.remove(LIBRARY, 0, self.length)  # rows that the prompt has passed
+                    self._staged[: self.length], self._dropped = False, self.length
+                    self._context.decode(ids, self.length, all_logits=logits)
         except BaseException:
             self._context.remove(MAIN, self.length)
             raise
@@ -265,6 +278,29 @@ class LlamaSession:
             self._computed += len(ids)
         self._ids.extend(ids)
         self._has_logits = True
+
+    @contextmanager
+    def _cancellable(self, tokens: int) -> Iterator[None]:
+        """Ask ``cancelled`` before a decode and, if it is a long one, while it runs."""
+        if self.cancelled is not None and self.cancelled():
+            raise RequestCancelledError(f"the request was cancelled after {self.length} tokens of its prompt")
+        if self.cancelled is None or tokens < WATCHED_TOKENS:
+            yield
+            return
+        cancelled, done = self.cancelled, threading.Event()
+
+        def watch() -> None:
+            while not done.wait(WATCH_SECONDS):
+                if cancelled():
+                    self._context.abort()
+
+        watcher = threading.Thread(target=watch, name="cachegen-cancel", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
 
     def _close(self, failed: bool) -> None:
         """End the session: an empty context, but for the kept runs."""

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from llama_splicing import TEXT, answer, export, fill, splice, text_logits
 
-from cachegen_rag.errors import ContextOverflowError, CorruptBitstreamError, ModelError, SpliceRefusedError
+from cachegen_rag.errors import (
+    ContextOverflowError,
+    CorruptBitstreamError,
+    ModelError,
+    RequestCancelledError,
+    SpliceRefusedError,
+)
 from cachegen_rag.models.base import Sampling
 from cachegen_rag.models.llama_cpp import LlamaCppModel
 from cachegen_rag.models.llama_native import SCRATCH
@@ -437,3 +443,43 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.002)
+
+
+def test_cancelled_before_a_decode(tiny_model: Any) -> None:
+    expected = text_logits(tiny_model, [1, 2], [3, 4])
+    with tiny_model.session() as session:
+        session.decode([1, 2])
+        session.cancelled = lambda: True
+        with pytest.raises(RequestCancelledError, match="after 2 tokens"):
+            session.decode([7, 8])
+        session.cancelled = lambda: False
+        np.testing.assert_array_equal(session.decode([3, 4], logits=True), expected)
+
+
+def test_cancelled_while_generating(tiny_model: Any) -> None:
+    with tiny_model.session() as session:
+        session.decode([1, 2])
+        stream = session.generate(Sampling(max_tokens=50))
+        next(stream)
+        session.cancelled = lambda: True
+        with pytest.raises(RequestCancelledError):
+            next(stream)
+
+
+@pytest.mark.real
+def test_cancelled_during_a_long_prefill(real_model: Any) -> None:
+    """512 tokens take seconds; the context is free, and clean, long before that."""
+    prefix, ids = real_model.tokenize(TEXT), real_model.tokenize(TEXT * 40)[:512]
+    with real_model.session() as session:
+        session.decode(prefix)
+        expected = session.decode([5, 6], logits=True)
+    with real_model.session() as session:
+        session.decode(prefix)
+        started = time.monotonic()
+        session.cancelled = lambda: time.monotonic() > started + 0.3
+        with pytest.raises(RequestCancelledError, match="while 512 tokens were computed"):
+            session.decode(ids)
+        assert time.monotonic() - started < 2.0
+        session.cancelled = None
+        assert session.length == len(prefix)
+        np.testing.assert_array_equal(session.decode([5, 6], logits=True), expected)
