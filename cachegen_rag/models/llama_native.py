@@ -30,44 +30,49 @@ from cachegen_rag.models.llama_queries import QueryTap
 MAIN, LIBRARY, SCRATCH = 0, 1, 2  # sequences: the prompt, staged rows, in between
 FIRST_KEPT = 3  # and the leading runs kept from earlier prompts
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
+GGML_LOG_LEVEL_ERROR = 4
+LOGGED_ERRORS = 8  # lines, the last ones
 _log = logging.getLogger(__name__)
-_log_lock = threading.Lock()
+_errors: list[str] = []
+_errors_lock = threading.Lock()
 
 
 @cache
 def library() -> Any:
-    """The ``llama_cpp.llama_cpp`` module, its backend ready and its log quiet."""
+    """The ``llama_cpp.llama_cpp`` module, its backend ready and its log going to ``logging`` instead of stderr."""
     try:
         import llama_cpp
-        from llama_cpp import _logger
     except ImportError as error:
         raise MissingDependencyError("llama.cpp is not installed: pip install llama-cpp-python") from error
-    if _logger.logger.level == logging.NOTSET:
-        _logger.set_verbose(False)
+    llama_cpp.llama_cpp.llama_log_set(_log_callback(), ctypes.c_void_p(0))
     llama_cpp.llama_cpp.llama_backend_init()
     return llama_cpp.llama_cpp
 
 
-def call_quietly(call: Callable[[], Any]) -> tuple[Any, str]:
-    """What ``call`` returns and the errors that llama.cpp logged meanwhile, in one line."""
-    lib = library()
-    from llama_cpp import _logger
+@cache
+def _log_callback() -> Any:
+    """Takes llama.cpp's log to this module's logger; and to llama-cpp-python's own when somebody made that verbose."""
+    from llama_cpp import _logger, llama_log_callback
 
-    errors: list[str] = []
-
-    @lib.llama_log_callback  # type: ignore[untyped-decorator]
-    def collect(level: int, text: bytes, _: Any) -> None:
+    @llama_log_callback  # type: ignore[untyped-decorator]
+    def on_log(level: int, text: bytes, user_data: Any) -> None:
         line = text.decode("utf-8", "replace").strip()
         _log.debug("%s", line)
-        if level == 4:  # GGML_LOG_LEVEL_ERROR
-            errors.append(line)
+        if level == GGML_LOG_LEVEL_ERROR:
+            _errors.append(line)
+            del _errors[:-LOGGED_ERRORS]
+        if _logger.logger.level == logging.DEBUG:
+            _logger.llama_log_callback(level, text, user_data)
 
-    with _log_lock:
-        lib.llama_log_set(collect, ctypes.c_void_p(0))
-        try:
-            return call(), "; ".join(errors)
-        finally:
-            lib.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
+    return on_log
+
+
+def call_quietly(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What ``call`` returns and the errors that llama.cpp logged meanwhile, in one line."""
+    with _errors_lock:
+        _errors.clear()
+        result = call()
+        return result, "; ".join(_errors)
 
 
 class NativeModel:
