@@ -11,6 +11,7 @@ profile at one level is in :class:`cachegen_rag.kernels.triton_tables.LevelTable
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,22 +28,26 @@ from cachegen_rag.kernels.triton_tables import LevelTables
 _TRUNCATED, _INCONSISTENT = 1, 2
 _STATE_WORDS = 2 * LANES
 
-STREAMS = 2
-"""Streams a program: two groups of 16 lanes fill a warp."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+STREAMS = 16 if INTERPRETED else 1
+"""Streams a program: one fills a warp; the interpreter is the faster the more it does at once."""
 
 ROW_TILE = 64
-"""Tokens of one program of the transform; also of the coefficients."""
+"""Tokens of one program of the inverse transform."""
+
+COEFFICIENT_ROWS, COEFFICIENT_COLUMNS = 16, 128
+"""Tile of the program that makes coefficients of symbols."""
 
 
 @triton.jit
 def _next_group(
-    x, at, columns, sizes, base, word_at, n_words, words, slots, symbols, row_start, previous, c, live, lane,
-    SUM: tl.constexpr, PROB: tl.constexpr, LOWEST: tl.constexpr, ESC: tl.constexpr,
+    x, at, columns, sizes, base, word_at, n_words, words, slots, symbols, r, previous, c, live, lane,
+    n_columns, PROB: tl.constexpr, LOWEST: tl.constexpr, ESC: tl.constexpr,
 ):  # fmt: skip
-    """Decode one group of every stream: states ``x``, the group's first column ``c`` and row address ``row_start``."""
+    """Decode one group of every stream: states ``x``, the group's row ``r`` and first column ``c``."""
     on = live[:, None] & (lane >= 0)
-    where = base[:, None] + row_start[:, None] + c[:, None] + lane
-    up = tl.load(symbols + where - SUM, mask=on & (row_start[:, None] > 0), other=0).to(tl.int32)
+    where = (base + r.to(tl.int64) * n_columns + c)[:, None] + lane
+    up = tl.load(symbols + where - n_columns, mask=on & (r[:, None] > 0), other=0).to(tl.int32)
     left = tl.where(c[:, None] > 0, previous, 0)
     near = 2 * tl.abs(up) + tl.abs(left)
     column = tl.load(sizes + columns[:, None] + c[:, None] + lane, mask=on, other=0)
@@ -51,7 +56,7 @@ def _next_group(
     entry = tl.load(slots + (model << PROB) + slot, mask=on, other=0).to(tl.uint32, bitcast=True)
     y = ((entry >> 8) & ((1 << PROB) - 1)) * (x >> PROB) + (entry >> 20)
     reads = (on & (y < LOWEST)).to(tl.int32)
-    symbol = (entry & 0xFF).to(tl.int8, bitcast=False).to(tl.int32)
+    symbol = (entry & 0xFF).to(tl.int8).to(tl.int32)
     # One sum counts words in its low half and escapes in its high half.
     escapes = (on & (symbol == ESC)).to(tl.int32)
     total = tl.sum(reads + (escapes << 16), 1)
@@ -67,8 +72,8 @@ def _next_group(
 @triton.jit
 def _decode_kernel(
     payload32, payload16, streams, blocks, sizes, slots, symbols, escapes_before, counts, status,
-    n_streams, n_blocks, SUM: tl.constexpr, S: tl.constexpr, G: tl.constexpr, LANES_: tl.constexpr,
-    PROB: tl.constexpr, LOWEST: tl.constexpr, ESC: tl.constexpr,
+    n_streams, n_blocks, n_columns, S: tl.constexpr, G: tl.constexpr,
+    PROB: tl.constexpr, LOWEST: tl.constexpr, ESC: tl.constexpr, TRUNCATED: tl.constexpr, INCONSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Entropy decoding. streams int64 ``[n, 5]``: state index, word index, words, first row, rows; stream ``i`` is of
     block ``i % n_blocks``. blocks int32 ``[n_blocks, 2]``: first column, columns."""
@@ -85,47 +90,38 @@ def _decode_kernel(
         columns = tl.load(blocks + 2 * block, mask=live, other=0)
         width = tl.load(blocks + 2 * block + 1, mask=live, other=0)
         lane = tl.arange(0, G)[None, :]
-        on = live[:, None] & (lane >= 0)
-        x0 = tl.load(payload32 + state_at[:, None] + lane, mask=on, other=LOWEST).to(tl.uint32, bitcast=True)
-        x1 = tl.load(payload32 + state_at[:, None] + G + lane, mask=on, other=LOWEST).to(tl.uint32, bitcast=True)
-        low_state = tl.max(((x0 < LOWEST) | (x1 < LOWEST)).to(tl.int32), 1)
-        base = row * SUM + columns
+        state = payload32 + state_at[:, None] + lane
+        x = tl.load(state, mask=live[:, None] & (lane >= 0), other=LOWEST).to(tl.uint32, bitcast=True)
+        bad = tl.max((x < LOWEST).to(tl.int32), 1)
+        base = row * n_columns + columns
         at = tl.zeros([S], tl.int32)
         c = tl.zeros([S], tl.int32)
         r = tl.zeros([S], tl.int32)
-        row_start = tl.zeros([S], tl.int64)
         escapes = tl.zeros([S], tl.int32)
         symbol = tl.zeros([S, G], tl.int32)
-        groups = tl.where(live & (width > 0), rows * (width // G), 0)
-        for pair in range(0, (tl.max(groups, 0) + 1) // 2):
-            for half in tl.static_range(2):
-                going = 2 * pair + half < groups
-                tl.store(escapes_before + (row + r) * n_blocks + block, escapes, mask=going & (c == 0))
-                x = x0 if half == 0 else x1
-                x, at, more, symbol = _next_group(
-                    x, at, columns, sizes, base, word_at, n_words, payload16, slots, symbols, row_start, symbol, c,
-                    going, lane, SUM, PROB, LOWEST, ESC,
-                )  # fmt: skip
-                if half == 0:
-                    x0 = x
-                else:
-                    x1 = x
-                escapes += more
-                c = tl.where(going, c + G, c)
-                ends = going & (c >= width)
-                c = tl.where(ends, 0, c)
-                r = tl.where(ends, r + 1, r)
-                row_start = tl.where(ends, row_start + SUM, row_start)
+        groups = tl.where(live, rows * (width // G), 0)
+        for group in range(tl.max(groups, 0)):
+            going = group < groups
+            tl.store(escapes_before + (row + r) * n_blocks + block, escapes, mask=going & (c == 0))
+            x, at, more, symbol = _next_group(
+                x, at, columns, sizes, base, word_at, n_words, payload16, slots, symbols, r, symbol, c, going, lane,
+                n_columns, PROB, LOWEST, ESC,
+            )  # fmt: skip
+            escapes += more
+            c += G
+            ends = c >= width
+            c = tl.where(ends, 0, c)
+            r = tl.where(ends, r + 1, r)
         tl.store(counts + stream, escapes, mask=live)
-        left_over = tl.max(((x0 != LOWEST) | (x1 != LOWEST)).to(tl.int32), 1)
-        bad = ((at > n_words).to(tl.int32)) | (((at < n_words) | (low_state > 0) | (left_over > 0)).to(tl.int32) << 1)
+        bad |= tl.max((x != LOWEST).to(tl.int32), 1) | (at < n_words).to(tl.int32)
+        bad = tl.where(at > n_words, TRUNCATED, bad * INCONSISTENT)
         tl.store(status + stream, tl.where(groups > 0, bad, 0), mask=live)
 
 
 @triton.jit
 def _coefficient_kernel(
     symbols, escapes_before, counts, chunks, row_chunk, blocks, shrink, step, place, values, z,
-    n_rows, n_blocks, SUM: tl.constexpr, Z: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    n_rows, n_blocks, n_columns, n_coefficients, BLOCKS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     ESC: tl.constexpr,
 ):  # fmt: skip
     """Symbols to coefficients: program (row tile, block). chunks int64 ``[n, 2]``: first escape, escapes."""
@@ -138,16 +134,16 @@ def _coefficient_kernel(
     # Escapes of this row begin behind those of the chunk's earlier blocks and of the stream's earlier rows.
     earlier = tl.arange(0, BLOCKS)[None, :]
     before = tl.load(counts + chunk[:, None] * n_blocks + earlier, mask=live[:, None] & (earlier < block), other=0)
-    rank = tl.sum(before, 1) + tl.load(
-        escapes_before + row.to(tl.int64) * n_blocks + block, mask=live & (width > 0), other=0
-    )
+    rank = tl.sum(before, 1) + tl.load(escapes_before + row.to(tl.int64) * n_blocks + block, mask=live, other=0)
     value_at = tl.load(chunks + 2 * chunk, mask=live, other=0)
     n_values = tl.load(chunks + 2 * chunk + 1, mask=live, other=0)
     for c in range(0, width, C):
         column = c + tl.arange(0, C)
         used = column < width
         on = live[:, None] & used[None, :]
-        s = tl.load(symbols + row[:, None].to(tl.int64) * SUM + first + column[None, :], mask=on, other=0).to(tl.int32)
+        s = tl.load(symbols + row[:, None].to(tl.int64) * n_columns + first + column[None, :], mask=on, other=0).to(
+            tl.int32
+        )
         size = tl.abs(s)
         near = tl.load(shrink + 2 * (first + column), mask=used, other=0.0)
         far = tl.load(shrink + 2 * (first + column) + 1, mask=used, other=0.0)
@@ -163,13 +159,15 @@ def _coefficient_kernel(
             value = tl.where(escaped > 0, exact, value)
             rank += tl.sum(escaped, 1)
         to = tl.load(place + first + column, mask=used, other=-1)
-        tl.store(z + row[:, None].to(tl.int64) * Z + to[None, :], value * scale[None, :], mask=on & (to[None, :] >= 0))
+        tl.store(
+            z + row[:, None].to(tl.int64) * n_coefficients + to[None, :],
+            value * scale[None, :],
+            mask=on & (to[None, :] >= 0),
+        )
 
 
 @triton.jit
-def _product(
-    acc0, acc1, z_row, weights, k, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, live, PRECISION: tl.constexpr
-):
+def _product(acc0, acc1, z_row, weights, k, live, P: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr):
     """Add ``z[rows, k] @ weights[k, 2, P]`` to the accumulators of a head's even and odd channels."""
     for start in range(0, k, K):
         i = start + tl.arange(0, K)
@@ -182,15 +180,15 @@ def _product(
 
 @triton.jit
 def _row_kernel(
-    z, heads, weights, mean, cosine, sine, targets, out, out_row, n_rows,
-    Z: tl.constexpr, TOKEN: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr, R: tl.constexpr,
+    z, heads, weights, mean, cosine, sine, targets, row_at, out, n_rows, n_coefficients,
+    PAIRS: tl.constexpr, HALVES: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Coefficients to rows: program (head, row tile), a head being one of a layer's keys or values.
 
     heads int64 ``[n, 8]``: z's column and number of the joint part, the same of the own part, index of the weights,
-    index of the mean, channels, whether keys. targets int64 ``[n]``: where a head's row 0 is in ``out``; out_row int64
-    ``[rows]``: which row of it, ``TOKEN`` elements each, a row is.
+    index of the mean, channels, whether keys. targets int64 ``[n]``: where a head is in ``out``, elements; row_at int64
+    ``[2, rows]``: where each row is from there, for keys and for values.
     """
     d = heads + tl.program_id(0) * 8
     joint_at, joint = tl.load(d), tl.load(d + 1).to(tl.int32)
@@ -202,25 +200,166 @@ def _row_kernel(
     pair = tl.arange(0, P)
     even = tl.zeros([R, P], tl.float32) + tl.load(mean + mean_at + pair)[None, :]
     odd = tl.zeros([R, P], tl.float32) + tl.load(mean + mean_at + P + pair)[None, :]
-    z_row = z + row[:, None].to(tl.int64) * Z
-    even, odd = _product(even, odd, z_row + joint_at, weights + w, joint, R, P, K, live, PRECISION)
-    even, odd = _product(even, odd, z_row + own_at, weights + w + joint * (2 * P), own, R, P, K, live, PRECISION)
-    first, second = 2 * pair, 2 * pair + 1
+    z_row = z + row[:, None].to(tl.int64) * n_coefficients
+    even, odd = _product(even, odd, z_row + joint_at, weights + w, joint, live, P, K, PRECISION)
+    even, odd = _product(even, odd, z_row + own_at, weights + w + joint * (2 * P), own, live, P, K, PRECISION)
+    # Keys: even and odd channels. Values: the lower and the upper half.
+    second_at = tl.where(is_key > 0, 1, (dim + 1) // 2)
+    first = tl.where(is_key > 0, 2 * pair, pair)
+    second = first + second_at
+    last = tl.where(is_key > 0, dim, (dim + 1) // 2)  # of the first accumulator
     if PAIRS > 0:
-        if is_key > 0:
-            turned = pair < PAIRS
-            on = live[:, None] & turned[None, :]
-            angle = row[:, None].to(tl.int64) * PAIRS + pair[None, :]
-            cos = tl.load(cosine + angle, mask=on, other=1.0)
-            sin = tl.load(sine + angle, mask=on, other=0.0)
-            even, odd = even * cos - odd * sin, even * sin + odd * cos
-            if HALVES:
-                first = tl.where(turned, pair, first)
-                second = tl.where(turned, pair + PAIRS, second)
-    kind = out.dtype.element_ty
-    if kind == tl.float16:
+        # Values are turned by nothing: their angles are not loaded.
+        on = live[:, None] & (pair < PAIRS * is_key)[None, :]
+        angle = row[:, None].to(tl.int64) * PAIRS + pair[None, :]
+        cos = tl.load(cosine + angle, mask=on, other=1.0)
+        sin = tl.load(sine + angle, mask=on, other=0.0)
+        even, odd = even * cos - odd * sin, even * sin + odd * cos
+    kept_first, kept_second = first < last, second < dim
+    if HALVES:
+        turned = pair < PAIRS * is_key
+        first = tl.where(turned, pair, first)
+        second = tl.where(turned, pair + PAIRS, second)
+    if out.dtype.element_ty == tl.float16:
         even = tl.clamp(even, -65504.0, 65504.0)
         odd = tl.clamp(odd, -65504.0, 65504.0)
-    to = out + tl.load(targets + tl.program_id(0)) + tl.load(out_row + row, mask=live, other=0)[:, None] * TOKEN
-    tl.store(to + first[None, :], even.to(kind), mask=live[:, None] & (2 * pair[None, :] < dim))
-    tl.store(to + second[None, :], odd.to(kind), mask=live[:, None] & (2 * pair[None, :] + 1 < dim))
+    at = tl.load(row_at + (1 - is_key) * n_rows + row, mask=live, other=0)
+    to = out + tl.load(targets + tl.program_id(0)) + at[:, None]
+    tl.store(to + first[None, :], even.to(out.dtype.element_ty), mask=live[:, None] & kept_first[None, :])
+    tl.store(to + second[None, :], odd.to(out.dtype.element_ty), mask=live[:, None] & kept_second[None, :])
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """One coded chunk on the host: its streams, one a block (None where a block has no columns), and its escapes.
+
+    A stream is 32 little-endian 32-bit states and then 16-bit words, contiguous in ``data`` at ``offsets`` (bytes,
+    multiples of 4) with ``sizes`` bytes; 0 where a block has no columns.
+    """
+
+    data: NDArray[np.uint8]
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    rows: int
+    escapes: NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Where the rows of all chunks go.
+
+    keys, values : per layer the engine's tensor ``[..., kv_heads, dim]`` of the first chunk, any strides, channels
+        contiguous. row_at : int64 ``[2, rows]``, elements from there for keys and for values.
+    cosine, sine : float32 ``[rows, pairs]``. halves : pairs are ``(i, i + pairs)`` in the output.
+    """
+
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    row_at: torch.Tensor
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    halves: bool
+
+
+class Batch:
+    """Chunks of one level, decoded together. ``upload`` puts host memory on the device (perhaps asynchronously)."""
+
+    def __init__(self, tables: LevelTables, chunks: Sequence[Chunk], payload: torch.Tensor, at: Sequence[int]) -> None:
+        """payload : uint8 on the device, chunk ``i``'s data at byte ``at[i]``, a multiple of 16."""
+        self.tables, self.chunks, self.payload = tables, chunks, payload
+        self.rows = sum(c.rows for c in chunks)
+        first_row = np.cumsum([0, *(c.rows for c in chunks)])
+        first_escape = np.cumsum([0, *(len(c.escapes) for c in chunks)])
+        streams = np.zeros((len(chunks), tables.n_blocks, 5), np.int64)
+        for i, chunk in enumerate(chunks):
+            start = np.asarray(chunk.offsets, np.int64) + at[i]
+            streams[i, :, 0] = start // 4
+            streams[i, :, 1] = start // 2 + _STATE_WORDS
+            streams[i, :, 2] = np.maximum(np.asarray(chunk.sizes, np.int64) // 2 - _STATE_WORDS, 0)
+            streams[i, :, 3], streams[i, :, 4] = first_row[i], chunk.rows
+        put = tables.put
+        self.streams = put(streams.reshape(-1, 5))
+        self.row_chunk = put(np.repeat(np.arange(len(chunks), dtype=np.int32), [c.rows for c in chunks]))
+        self.values = put(np.concatenate([*(c.escapes for c in chunks), np.zeros(1, np.int32)]))
+        escapes = np.stack([first_escape[:-1], np.diff(first_escape)], axis=1)
+        self.escapes = put(escapes.astype(np.int64))
+        self._expected = np.diff(first_escape)
+
+    def symbols(self) -> Decoded:
+        """Launch the entropy decoding; :meth:`Decoded.check` waits for it and looks at the result."""
+        t, n = self.tables, len(self.streams)
+        symbols = torch.empty(self.rows, t.n_columns, dtype=torch.int8, device=t.device)
+        before = torch.empty(self.rows, t.n_blocks, dtype=torch.int32, device=t.device)
+        counts = torch.zeros(n, dtype=torch.int32, device=t.device)
+        status = torch.zeros(n, dtype=torch.int32, device=t.device)
+        grid = (triton.cdiv(n, STREAMS),)
+        _decode_kernel[grid](
+            self.payload.view(torch.int32), self.payload.view(torch.int16), self.streams, t.blocks, t.columns, t.slots,
+            symbols, before, counts, status, n, t.n_blocks, t.n_columns,
+            S=STREAMS, G=GROUP, PROB=PROB_BITS, LOWEST=LOW, ESC=ESCAPE,
+            TRUNCATED=_TRUNCATED, INCONSISTENT=_INCONSISTENT, num_warps=1,
+        )  # fmt: skip
+        return Decoded(symbols, before, counts, status, self._expected)
+
+    def coefficients(self, decoded: Decoded) -> torch.Tensor:
+        """Float32 ``[rows, coefficients]``."""
+        t = self.tables
+        z = torch.empty(self.rows, t.coefficients, dtype=torch.float32, device=t.device)
+        _coefficient_kernel[(triton.cdiv(self.rows, COEFFICIENT_ROWS), t.n_blocks)](
+            decoded.symbols, decoded.before, decoded.counts, self.escapes, self.row_chunk, t.blocks, t.shrink, t.step,
+            t.place, self.values, z, self.rows, t.n_blocks, t.n_columns, t.coefficients,
+            BLOCKS=triton.next_power_of_2(t.n_blocks), R=COEFFICIENT_ROWS, C=COEFFICIENT_COLUMNS, ESC=ESCAPE,
+        )  # fmt: skip
+        return z
+
+    def reconstruct(self, z: torch.Tensor, targets: Targets) -> None:
+        """Write every row of every head."""
+        t, out = self.tables, targets.keys[0]
+        at = [_elements(targets, w, out) for w in t.where]
+        _row_kernel[(len(t.where), triton.cdiv(self.rows, ROW_TILE))](
+            z, t.heads, t.weights, t.mean, targets.cosine, targets.sine, t.put(np.asarray(at, np.int64)),
+            targets.row_at, out, self.rows, t.coefficients, PAIRS=targets.cosine.shape[1], HALVES=targets.halves,
+            **row_options(t.half),
+        )  # fmt: skip
+
+    def decode(self, targets: Targets) -> Decoded:
+        """All three launches. Nothing is waited for."""
+        decoded = self.symbols()
+        self.reconstruct(self.coefficients(decoded), targets)
+        return decoded
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """Symbols int8 ``[rows, columns]``, and what tells whether they are right."""
+
+    symbols: torch.Tensor
+    before: torch.Tensor
+    counts: torch.Tensor
+    status: torch.Tensor
+    expected: NDArray[np.int64]
+
+    def check(self) -> None:
+        """Wait for the decoding. Raises KernelError if a stream is cut or inconsistent, or escapes do not add up."""
+        found = self.counts.view(len(self.expected), -1).sum(1).cpu().numpy()
+        worst = int(self.status.max()) if len(self.status) else 0
+        if worst & _INCONSISTENT:
+            raise KernelError("the stream is inconsistent")
+        if worst & _TRUNCATED:
+            raise KernelError("the stream ends early")
+        if np.any(found > self.expected):
+            raise KernelError("the symbols call for more escapes than there are")
+        if np.any(found < self.expected):
+            raise KernelError("there are more escapes than the symbols call for")
+
+
+def row_options(half: int) -> dict[str, Any]:
+    """Tile sizes of the inverse transform for heads of ``2 * half`` channels: at most 100 KB of shared memory."""
+    deep = half <= 64
+    return {"R": ROW_TILE, "P": half, "K": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3 if deep else 2}
+
+
+def _elements(targets: Targets, where: tuple[int, bool, int], out: torch.Tensor) -> int:
+    layer, is_value, head = where
+    tensor = (targets.values if is_value else targets.keys)[layer]
+    return (tensor.data_ptr() - out.data_ptr()) // out.element_size() + head * tensor.stride(-2)

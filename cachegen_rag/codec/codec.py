@@ -48,7 +48,8 @@ class Codec:
         self._sinks = profile.sinks if sinks else 0
         self._slow = reference
         self._transform = Transform(profile)
-        self._models = SymbolModels.of(profile.frequency)
+        self.models = SymbolModels.of(profile.frequency)
+        self._devices: dict[Any, Any] = {}
         self.levels: tuple[Level, ...] = (Level(0, 0.0, 16.0), *profile.levels)
         self.default_level: int = profile.default_level
 
@@ -105,13 +106,13 @@ class Codec:
             sections.append(Section(SECTION_ROWS, _COUNT.pack(len(exact)) + exact.astype("<u4").tobytes()
                                     + _pack_rows(kv, exact)))  # fmt: skip
         streams = []
-        for index, coder in enumerate(self._transform.coders(level.step)):
+        for index, coder in enumerate(self.coders(level.index)):
             values = self.quantize_block(kv, index, coder)
             values[exact] = 0
             symbols, escaped = to_symbols(values, self._known(coder))
             escapes.append(escaped.value)
             if symbols.shape[1]:
-                data = encode_stream(symbols, coder.columns, self._models, slow=self._slow)
+                data = encode_stream(symbols, coder.columns, self.models, slow=self._slow)
                 streams.append(Section(SECTION_STREAM, data, index))
         escaped_values = np.concatenate(escapes)
         if len(escaped_values):
@@ -150,7 +151,7 @@ class Codec:
         s, n = stream.shape, len(stream)
         keys = np.empty((s.layers, n, s.kv_heads, s.key_dim), dtype)
         values = np.empty((s.layers, n, s.kv_heads, s.value_dim), dtype)
-        self._fill(stream, KVTarget(list(keys), list(values), stream.positions, RopeSpec((), "interleaved")))
+        self._fill(stream, data, KVTarget(list(keys), list(values), stream.positions, RopeSpec((), "interleaved")))
         return KV(keys, values, stream.token_ids, stream.positions)
 
     def decode_into(self, data: bytes | memoryview, target: KVTarget, *, token_ids: Any = None) -> None:
@@ -166,31 +167,71 @@ class Codec:
         stream = self.parse(data, token_ids)
         if len(target.positions) != len(stream):
             raise CorruptBitstreamError(f"a chunk of {len(stream)} tokens for a target of {len(target.positions)} rows")
-        self._fill(stream, target)
+        self._fill(stream, data, target)
 
     def decode_symbols(self, data: bytes | memoryview) -> int:
         """Decode the symbols of a bitstream and drop them: the number of elements that they stand for."""
         stream = self.parse(data)
         if stream.coding == CODING_TRANSFORM:
-            for index, coder in enumerate(self._transform.coders(self.levels[stream.level].step)):
+            for index, coder in enumerate(self.coders(stream.level)):
                 self._symbols(stream, index, coder)
         return len(stream) * stream.shape.elements_per_token
+
+    def coders(self, level: int) -> tuple[BlockCoder, ...]:
+        """How a lossy level codes each block."""
+        return self._transform.coders(self.levels[level].step)
+
+    def stream_sections(self, stream: Bitstream) -> list[memoryview]:
+        """The entropy-coded bytes of every block, empty where a block has no columns."""
+        return [
+            stream.section(SECTION_STREAM, i) if len(coder.columns) else memoryview(b"")
+            for i, coder in enumerate(self.coders(stream.level))
+        ]
+
+    def escapes(self, stream: Bitstream) -> NDArray[np.int32]:
+        """Values that the symbols do not hold, of all blocks in turn."""
+        if any((s.type, s.index) == (SECTION_ESCAPES, 0) for s in stream.sections):
+            return unpack_integers(stream.section(SECTION_ESCAPES))
+        return np.empty(0, np.int32)
+
+    def _on_device(self, target: KVTarget) -> Any:
+        """The decoder for a target of torch tensors, or None for numpy arrays."""
+        if not len(target.keys) or isinstance(target.keys[0], np.ndarray):
+            return None
+        from cachegen_rag.codec.device import DeviceDecoder
+
+        device = target.keys[0].device
+        if device not in self._devices:
+            self._devices[device] = DeviceDecoder(self, device)
+        return self._devices[device]
 
     def _symbols(self, stream: Bitstream, index: int, coder: BlockCoder) -> NDArray[np.int8]:
         if not len(coder.columns):
             return np.zeros((len(stream), 0), np.int8)
         data = stream.section(SECTION_STREAM, index)
-        return decode_stream(data, len(stream), coder.columns, self._models, slow=self._slow)
+        return decode_stream(data, len(stream), coder.columns, self.models, slow=self._slow)
 
-    def _fill(self, stream: Bitstream, target: KVTarget) -> None:
+    def _fill(self, stream: Bitstream, data: bytes | memoryview, target: KVTarget) -> None:
         if stream.coding == CODING_EXACT:
             self._fill_rows(stream.section(SECTION_ROWS), np.arange(len(stream)), target)
             return
-        has = {(s.type, s.index) for s in stream.sections}
-        coders = self._transform.coders(self.levels[stream.level].step)
-        escaped = np.empty(0, np.int32)
-        if (SECTION_ESCAPES, 0) in has:
-            escaped = unpack_integers(stream.section(SECTION_ESCAPES))
+        device = self._on_device(target)
+        if device is not None:
+            device.fill([stream], [data], [target])
+        else:
+            self._fill_blocks(stream, target)
+        if any((s.type, s.index) == (SECTION_ROWS, 0) for s in stream.sections):
+            rows = stream.section(SECTION_ROWS)
+            count = _COUNT.unpack_from(rows)[0] if len(rows) >= 4 else 0
+            if not 0 < count <= len(stream) or len(rows) < 4 + 4 * count:
+                raise CorruptBitstreamError(f"{count} exact tokens in a chunk of {len(stream)}")
+            exact = np.frombuffer(rows, "<u4", count, 4).astype(np.int64)
+            if exact[-1] >= len(stream) or np.any(np.diff(exact) <= 0):
+                raise CorruptBitstreamError("the exact tokens are not in order or outside the chunk")
+            self._fill_rows(rows[4 + 4 * count :], exact, target)
+
+    def _fill_blocks(self, stream: Bitstream, target: KVTarget) -> None:
+        coders, escaped = self.coders(stream.level), self.escapes(stream)
         cosine, sine = cos_sin(target.positions, target.rope)
         kernels = reference if self._slow else cpu
         used = 0
@@ -210,15 +251,6 @@ class Codec:
             )
         if used != len(escaped):
             raise CorruptBitstreamError("there are more escapes than the symbols call for")
-        if (SECTION_ROWS, 0) in has:
-            data = stream.section(SECTION_ROWS)
-            count = _COUNT.unpack_from(data)[0] if len(data) >= 4 else 0
-            if not 0 < count <= len(stream) or len(data) < 4 + 4 * count:
-                raise CorruptBitstreamError(f"{count} exact tokens in a chunk of {len(stream)}")
-            exact = np.frombuffer(data, "<u4", count, 4).astype(np.int64)
-            if exact[-1] >= len(stream) or np.any(np.diff(exact) <= 0):
-                raise CorruptBitstreamError("the exact tokens are not in order or outside the chunk")
-            self._fill_rows(data[4 + 4 * count :], exact, target)
 
     def _fill_rows(self, data: memoryview, tokens: NDArray[np.int64], target: KVTarget) -> None:
         """Write fp16 rows (all layers' keys, then all layers' values) to these tokens of the target."""
@@ -232,6 +264,10 @@ class Codec:
         values = np.frombuffer(data, "<f2", offset=2 * split).reshape(s.layers, n, s.kv_heads, s.value_dim)
         if not (np.isfinite(keys).all() and np.isfinite(values).all()):
             raise CorruptBitstreamError("an exact row contains NaN or infinity")
+        device = self._on_device(target)
+        if device is not None:
+            device.fill_rows(keys, values, tokens, target)
+            return
         for layer in range(s.layers):
             turned = rotate(keys[layer], target.positions[tokens], target.rope)
             target.keys[layer][tokens] = from_interleaved(turned, target.rope)

@@ -25,6 +25,21 @@ def unrotate(keys: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> tor
     return out
 
 
+def rotated(keys: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    """Rotate keys ``[..., tokens, heads, key_dim]`` with interleaved pairs to ``positions [tokens]``.
+
+    Returns float32 in the engine's own layout.
+    """
+    out = keys.float().clone()
+    cos, sin = (torch.from_numpy(x).to(out.device)[:, None, :] for x in cos_sin(positions.cpu().numpy(), rope))
+    even, odd = out[..., 0 : rope.rotary_dim : 2], out[..., 1 : rope.rotary_dim : 2]
+    even, odd = even * cos - odd * sin, even * sin + odd * cos
+    out[..., 0 : rope.rotary_dim : 2], out[..., 1 : rope.rotary_dim : 2] = even, odd
+    if rope.layout == "half":
+        out = out[..., torch.from_numpy(np.argsort(interleaving(keys.shape[-1], rope))).to(out.device)]
+    return out
+
+
 def rotation_error(at_zero: torch.Tensor, moved: torch.Tensor, position: int, rope: RopeSpec) -> float:
     """How far ``moved`` is from ``at_zero`` rotated to ``position``, relative to the largest key; ``[heads, dim]``."""
     back = unrotate(moved[None], torch.from_numpy(np.asarray([position])), rope)[0]

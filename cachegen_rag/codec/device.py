@@ -1,0 +1,156 @@
+"""Decoding into memory of a device: Triton kernels fed from bitstreams, one upload a chunk.
+
+On a GPU the compressed bytes are all that crosses the bus: they are copied from pinned memory on a stream of their own,
+while the kernels of the chunk before still run, and unpacked where the model reads them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cachegen_rag.bitstream import Bitstream
+from cachegen_rag.errors import CorruptBitstreamError
+from cachegen_rag.kernels import triton_decoder
+from cachegen_rag.kernels.reference import KernelError
+from cachegen_rag.models.base import KVTarget
+from cachegen_rag.models.torch_rope import rotated
+from cachegen_rag.rope import cos_sin
+
+if TYPE_CHECKING:
+    from cachegen_rag.codec.codec import Codec
+
+_ALIGNMENT = 16  # bytes: what the kernels assume of a chunk's beginning
+_RING = 4
+"""Pinned buffers in use at once: copies that may be under way while the host goes on."""
+
+
+class Uploader:
+    """Copies host bytes to a device through pinned memory on a copy stream; on the CPU it just copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
+        self._ring: deque[tuple[torch.Tensor, Any]] = deque()
+        self._lock = threading.Lock()
+
+    def upload(self, data: NDArray[np.uint8]) -> torch.Tensor:
+        """``data`` as uint8 on the device, its length rounded up to 16. The current stream waits for the copy."""
+        size = len(data) + -len(data) % _ALIGNMENT
+        if not self._cuda:
+            out = torch.zeros(size, dtype=torch.uint8)
+            out.numpy()[: len(data)] = data
+            return out
+        with self._lock:
+            pinned = self._buffer(size)
+            pinned.numpy()[: len(data)] = data
+            with torch.cuda.stream(self._stream):
+                out = pinned[:size].to(self._device, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record(self._stream)
+            self._ring.append((pinned, done))
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(done)
+        out.record_stream(current)
+        return out
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        if len(self._ring) >= _RING:
+            pinned, done = self._ring.popleft()
+            done.synchronize()
+            if len(pinned) >= size:
+                return pinned
+        return torch.empty(1 << max(16, (size - 1).bit_length()), dtype=torch.uint8, pin_memory=True)
+
+
+class DeviceDecoder:
+    """Decodes the bitstreams of one codec into torch tensors. Threads may share it.
+
+    Raises KernelUnavailableError where Triton, or a GPU, is missing.
+    """
+
+    def __init__(self, codec: Codec, device: torch.device) -> None:
+        self._kernels = triton_decoder(device)
+        self._codec, self._device = codec, device
+        self._uploader = Uploader(device)
+        self._tables: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def tables(self, level: int) -> Any:
+        """The ``LevelTables`` of a level, on the device; made on first use."""
+        with self._lock:
+            if level not in self._tables:
+                blocks = [(c.columns, c.transform) for c in self._codec.coders(level)]
+                self._tables[level] = self._kernels.LevelTables.of(blocks, self._codec.models, self._device)
+            return self._tables[level]
+
+    def fill(self, streams: Sequence[Bitstream], sources: Sequence[memoryview], targets: Sequence[KVTarget]) -> None:
+        """Decode chunks of one level, coded by transform, into ``targets`` in the same launches.
+
+        ``sources`` are the bytes that the bitstreams were parsed from. Raises CorruptBitstreamError; the targets may
+        have been written then.
+        """
+        tables = self.tables(streams[0].level)
+        chunks = [self._chunk(s, np.frombuffer(d, np.uint8)) for s, d in zip(streams, sources, strict=True)]
+        padded = [len(c.data) + -len(c.data) % _ALIGNMENT for c in chunks]
+        at = np.cumsum([0, *padded])
+        if len(chunks) == 1:
+            payload = self._uploader.upload(chunks[0].data)
+        else:
+            joined = np.zeros(int(at[-1]), np.uint8)
+            for chunk, start in zip(chunks, at, strict=False):
+                joined[start : start + len(chunk.data)] = chunk.data
+            payload = self._uploader.upload(joined)
+        batch = self._kernels.Batch(tables, chunks, payload, at[:-1].tolist())
+        try:
+            batch.decode(self._targets(tables, targets)).check()
+        except KernelError as error:
+            raise CorruptBitstreamError(f"the symbols cannot be decoded: {error}") from None
+
+    def fill_rows(
+        self, keys: NDArray[np.float16], values: NDArray[np.float16], tokens: NDArray[np.int64], target: KVTarget
+    ) -> None:
+        """Put exact rows, ``[layers, n, kv_heads, dim]`` with rotation removed, at ``tokens`` of ``target``."""
+        where = torch.from_numpy(tokens).to(self._device)
+        k, v = (torch.from_numpy(np.array(x)).to(self._device) for x in (keys, values))
+        k = rotated(k, torch.from_numpy(target.positions[tokens].astype(np.int64)), target.rope)
+        for layer in range(len(k)):
+            target.keys[layer][where] = k[layer].to(target.keys[layer].dtype)
+            target.values[layer][where] = v[layer].to(target.values[layer].dtype)
+
+    def _chunk(self, stream: Bitstream, data: NDArray[np.uint8]) -> Any:
+        start = data.__array_interface__["data"][0]
+        offsets, sizes = [], []
+        for section in self._codec.stream_sections(stream):
+            view = np.frombuffer(section, np.uint8)
+            offsets.append(view.__array_interface__["data"][0] - start if len(view) else 0)
+            sizes.append(len(view))
+        return self._kernels.Chunk(data, offsets, sizes, len(stream), self._codec.escapes(stream))
+
+    def _targets(self, tables: Any, targets: Sequence[KVTarget]) -> Any:
+        first, rope = targets[0], targets[0].rope
+        positions = np.concatenate([t.positions for t in targets])
+        cosine, sine = cos_sin(positions, rope)
+        row_at = np.concatenate([_row_offsets(first, t) for t in targets], axis=1)
+        put = tables.put
+        return self._kernels.Targets(
+            first.keys, first.values, put(row_at), put(cosine), put(sine), rope.layout == "half"
+        )
+
+
+def _row_offsets(first: KVTarget, target: KVTarget) -> NDArray[np.int64]:
+    """Elements from a row of ``first`` to the rows of ``target``, keys and values: the same in every layer."""
+    out = []
+    for a, b in ((first.keys, target.keys), (first.values, target.values)):
+        apart = {(y.data_ptr() - x.data_ptr()) // x.element_size() for x, y in zip(a, b, strict=True)}
+        if len(apart) > 1 or any(y.stride() != x.stride() or y.stride(-1) != 1 for x, y in zip(a, b, strict=True)):
+            raise ValueError("targets that are decoded together must lie in the same memory")
+        out.append(apart.pop() + np.arange(len(target.positions), dtype=np.int64) * a[0].stride(0))
+    return np.stack(out)
