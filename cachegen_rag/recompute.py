@@ -1,0 +1,317 @@
+"""Which tokens of spliced documents are computed anew: one interface, several methods, under one budget.
+
+A method sees a :class:`Scene` (the prompt, which documents are spliced, how many tokens may be recomputed) and returns
+ranges of rows per document. Those that look at the question first let the engine run it over the spliced KV once
+(:func:`look`), and score document tokens by the attention they get.
+
+Sources: heads of documents are EPIC (Hu et al., 2024); deviation at layer 1 is CacheBlend (Yao et al., 2024);
+scoring by the question's attention with all documents at their global positions is the InfoFlow / ProphetKV family
+(2025). Counting only the layers in which spliced KV hurts, squaring the attention, and choosing runs by what a call
+costs are ours, measured by ``cachegen-rag bench splice``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachegen_rag.errors import ConfigError
+from cachegen_rag.models.base import Session
+from cachegen_rag.prompt import Prompt
+from cachegen_rag.rope import RopeSpec, rotate
+from cachegen_rag.splice import Plan, Range, execute, plan
+
+BAND = (0.45, 0.87)
+"""The layers whose attention counts, as fractions of the depth: spliced KV hurts there (measured layer by layer)."""
+
+CALL_COST = 3.0
+"""What one more decode call costs, in tokens: the engine reads all weights for it."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a method chooses from.
+
+    spliced : indices of the documents whose stored KV is used.
+    budget : document tokens that may be recomputed.
+    scores : float ``[tokens of the prompt]``, the weight of each token for this question; None if nobody looked.
+    deviation : float ``[tokens of the prompt]``, how far the stored KV of each token is from the KV computed in place,
+        where that is known (CacheBlend); None otherwise.
+    """
+
+    prompt: Prompt
+    spliced: tuple[int, ...]
+    budget: int
+    scores: NDArray[np.float32] | None = None
+    deviation: NDArray[np.float32] | None = None
+
+
+class Method(Protocol):
+    """A way to choose. ``looks``: needs :attr:`Scene.scores`, so the question is run over the spliced KV first."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def looks(self) -> bool: ...
+
+    def choose(self, scene: Scene) -> dict[int, list[Range]]:
+        """Ranges of rows per document, no more than ``scene.budget`` tokens together."""
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Recompute nothing."""
+
+    name: str = "none"
+    looks: bool = False
+
+    def choose(self, scene: Scene) -> dict[int, list[Range]]:
+        """Nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The first tokens of every document, ``tokens`` each at most; None: as many as the budget gives each."""
+
+    tokens: int | None = None
+    name: str = "heads"
+    looks: bool = False
+
+    def choose(self, scene: Scene) -> dict[int, list[Range]]:
+        """Equal heads."""
+        if not scene.spliced:
+            return {}
+        each = scene.budget // len(scene.spliced)
+        each = each if self.tokens is None else min(self.tokens, each)
+        return {i: [(0, min(each, len(scene.prompt.segments[i])))] for i in scene.spliced} if each else {}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The tokens whose KV deviates most. ``call_cost`` as in :func:`best_runs`."""
+
+    call_cost: float = 0.0
+    name: str = "deviation"
+    looks: bool = False
+
+    def choose(self, scene: Scene) -> dict[int, list[Range]]:
+        """The largest deviations."""
+        if scene.deviation is None:
+            raise ConfigError("recompute by deviation needs each token's deviation, which this engine does not give")
+        return _by_score(scene, scene.deviation, scene.budget, self.call_cost, {})
+
+
+@dataclass(frozen=True)
+class QueryAware:
+    """The tokens the question attends to most, behind ``heads`` tokens of every document (0: by attention alone)."""
+
+    heads: int = 0
+    call_cost: float = CALL_COST
+    name: str = "query"
+    looks: bool = True
+
+    def choose(self, scene: Scene) -> dict[int, list[Range]]:
+        """Heads first, then the best runs that the rest of the budget buys."""
+        if scene.scores is None:
+            raise ConfigError("query-aware recompute needs scores: look at the question first")
+        first = Heads(self.heads).choose(scene) if self.heads else {}
+        left = scene.budget - sum(b - a for ranges in first.values() for a, b in ranges)
+        return _by_score(scene, scene.scores, left, self.call_cost, first)
+
+
+METHODS: Mapping[str, Callable[[], Method]] = {
+    "none": Nothing,
+    "heads": Heads,
+    "deviation": Deviation,
+    "query": QueryAware,
+    "heads+query": lambda: QueryAware(heads=4, name="heads+query"),
+}
+"""All methods by name."""
+
+
+def method(name: str) -> Method:
+    """The method of this name. Raises ConfigError, which lists the names."""
+    if name not in METHODS:
+        raise ConfigError(f"recompute method {name!r} is unknown: choose one of {', '.join(METHODS)}")
+    return METHODS[name]()
+
+
+def _by_score(
+    scene: Scene, scores: NDArray[np.float32], budget: int, call_cost: float, first: dict[int, list[Range]]
+) -> dict[int, list[Range]]:
+    """The best runs over the documents' rows, ``first`` being chosen (and paid for) already."""
+    rows: list[tuple[int, int]] = []  # document, row
+    weights: list[NDArray[np.float32]] = []
+    for index in scene.spliced:
+        offset, length = scene.prompt.offsets[index], len(scene.prompt.segments[index])
+        start = max((b for _, b in first.get(index, ())), default=0)
+        rows += [(index, row) for row in range(start, length)]
+        weights.append(scores[offset + start : offset + length])
+    out = {index: list(ranges) for index, ranges in first.items()}
+    if budget <= 0 or not rows:
+        return out
+    breaks = [n for n in range(1, len(rows)) if rows[n][0] != rows[n - 1][0]]
+    for a, b in best_runs(np.concatenate(weights), budget, call_cost, breaks):
+        index, row = rows[a]
+        out.setdefault(index, []).append((row, row + b - a))
+    return out
+
+
+def best_runs(
+    scores: NDArray[np.float32], budget: int, call_cost: float = CALL_COST, breaks: Sequence[int] = ()
+) -> list[Range]:
+    """Runs of rows with the largest sum of scores, at most ``budget`` rows, every run costing ``call_cost`` more.
+
+    For a price per row, the best set of runs (score - price x (rows + call_cost x runs)) is found exactly in one pass;
+    the price is bisected until the rows fit the budget. ``call_cost=0`` gives the single best rows. No run crosses one
+    of ``breaks``. Scores must be non-negative.
+    """
+    weights = np.maximum(np.nan_to_num(np.asarray(scores, dtype=np.float64)), 0.0)
+    if budget <= 0 or not len(weights) or not weights.max() > 0:
+        return []
+    if budget >= len(weights):
+        edges = [0, *breaks, len(weights)]
+        return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
+    low, high = 0.0, float(weights.max()) * 1.001
+    best: list[Range] = []
+    for _ in range(24):
+        price = (low + high) / 2
+        runs = _runs_at(weights, price, price * call_cost, set(breaks))
+        if sum(b - a for a, b in runs) <= budget:
+            best, high = runs, price
+        else:
+            low = price
+    return best
+
+
+def _runs_at(weights: NDArray[np.float64], price: float, opening: float, breaks: Collection[int]) -> list[Range]:
+    """Two states, in a run or not: the best way into each, row by row; then walked back."""
+    gains = (weights - price).tolist()
+    inside, outside = -np.inf, 0.0
+    entered = [False] * len(gains)  # a run that holds row n best begins at n
+    closed = [False] * len(gains)  # the best set that leaves out row n has a run that ends just before it
+    for n, gain in enumerate(gains):
+        begin = max(outside, inside) - opening  # a run may also begin right behind another one, at a break
+        stay = -np.inf if n in breaks else inside
+        entered[n] = begin > stay
+        closed[n] = inside > outside
+        inside, outside = max(begin, stay) + gain, max(outside, inside)
+    runs: list[Range] = []
+    n = len(gains)
+    in_run = inside > outside
+    stop = n
+    while n > 0:
+        n -= 1
+        if in_run:
+            if entered[n]:
+                runs.append((n, stop))
+                in_run = closed[n]  # what came before this run: out, or a run that ended here
+                stop = n
+        elif closed[n]:
+            in_run, stop = True, n
+    return runs[::-1]
+
+
+def attention(
+    queries: NDArray[np.float32],
+    query_positions: NDArray[np.int32],
+    keys: NDArray[np.float32],
+    key_positions: NDArray[np.int32],
+    rope: RopeSpec,
+    band: tuple[float, float] = BAND,
+) -> NDArray[np.float32]:
+    """How much each key weighs: squared softmax attention, summed over queries, heads and the layers of ``band``.
+
+    queries : float32 ``[layers, queries, heads, dim]``; keys : float32 ``[layers, keys, kv_heads, dim]``, both with
+    rotation removed and interleaved pairs. Returns float32 ``[keys]``. Causal by position.
+    """
+    layers, count, heads, dim = queries.shape
+    kv_heads = keys.shape[2]
+    first, last = int(layers * band[0]), max(int(layers * band[0]) + 1, int(np.ceil(layers * band[1])))
+    visible = key_positions[None, :] <= query_positions[:, None]
+    spread = RopeSpec(rope.inv_freq, "interleaved")
+    out = np.zeros(keys.shape[1], dtype=np.float32)
+    for layer in range(first, min(last, layers)):
+        q = rotate(queries[layer], query_positions, spread).reshape(count, kv_heads, heads // kv_heads, dim)
+        k = rotate(keys[layer], key_positions, spread)
+        for head in range(kv_heads):
+            logits = q[:, head].reshape(-1, dim) @ k[:, head].T * np.float32(dim**-0.5)
+            logits = logits.reshape(count, heads // kv_heads, -1)
+            logits[~np.broadcast_to(visible[:, None, :], logits.shape)] = -np.inf
+            logits -= logits.max(axis=-1, keepdims=True)
+            np.exp(logits, out=logits)
+            logits /= logits.sum(axis=-1, keepdims=True)
+            out += np.square(logits).sum(axis=(0, 1))
+    return out
+
+
+def look(session: Session, prompt: Prompt, rope: RopeSpec, band: tuple[float, float] = BAND) -> NDArray[np.float32]:
+    """Run the question over the spliced KV and score every token of the prompt by the attention it gets.
+
+    The session must hold the prompt up to the question (the last segment); it is left so. Float32 ``[tokens]``.
+    """
+    start, stop = prompt.offsets[-2], prompt.offsets[-1]
+    _, queries = session.decode_with_queries(prompt.token_ids[start:stop])
+    kv = session.export(0, stop)
+    session.truncate(start)
+    scores = np.zeros(stop, dtype=np.float32)
+    scores[kv.positions] = attention(
+        queries, np.arange(start, stop, dtype=np.int32), np.asarray(kv.keys, dtype=np.float32), kv.positions, rope, band
+    )
+    return scores
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is recomputed in a request: a method, and a budget.
+
+    budget : a fraction of the spliced documents' tokens, or ``"auto"``: what the time to the first token leaves.
+    """
+
+    method: Method = field(default_factory=Nothing)
+    budget: float | Literal["auto"] = 0.0
+    max_fraction: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.budget != "auto" and not 0.0 <= self.budget <= 1.0:
+            raise ConfigError(f"recompute budget {self.budget} must be a fraction from 0 to 1, or 'auto'")
+
+    def tokens(
+        self, prompt: Prompt, steps: Plan, *, target_s: float | None = None, tokens_per_s: float | None = None
+    ) -> int:
+        """Document tokens that may be recomputed in ``steps``.
+
+        ``auto`` spends what is left of ``target_s`` at ``tokens_per_s`` after everything else is decoded (twice the
+        question for a method that looks at it), and ``max_fraction`` at most; without both numbers, 15 %.
+        """
+        spliced = sum(len(prompt.segments[i]) for i in steps.spliced)
+        if self.budget != "auto":
+            return int(self.budget * spliced)
+        if target_s is None or not tokens_per_s:
+            return int(0.15 * spliced)
+        question = len(prompt.segments[-1]) if self.method.looks else 0
+        left = int(target_s * tokens_per_s) - steps.decoded - question
+        return max(0, min(left, int(self.max_fraction * spliced)))
+
+
+def resume(
+    session: Session, prompt: Prompt, available: Collection[int], again: dict[int, list[Range]], exact: int
+) -> Plan:
+    """Change a prompt that was spliced up to the question so that ``again`` is recomputed; the question is decoded.
+
+    What stands before the first recomputed row stays. Returns the plan that the prompt now follows. The library must
+    still hold the documents' rows.
+    """
+    steps = plan(prompt, available, again, exact=exact, min_take=1)
+    starts = [prompt.offsets[index] + a for index, ranges in again.items() for a, b in ranges if a < b]
+    kept = min([*starts, prompt.offsets[-2]])
+    session.truncate(kept)
+    execute((replace(step, start=max(step.start, kept)) for step in steps.steps if step.stop > kept), prompt, session)
+    return steps
