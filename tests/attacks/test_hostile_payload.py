@@ -117,6 +117,8 @@ def guarded(tokens: int, dtype: Any) -> tuple[list[Any], KVTarget]:
 
 
 def test_hostile_payloads(codec: Codec, streams: list[Bitstream], kernels: Any) -> None:
+    for stream in streams:
+        codec.decode(stream.to_bytes())  # numba compiles on first use, which takes memory of its own
     rng, decoded, refused = random.Random(4), 0, 0
     for number in range(600):
         stream = hostile(rng.choice(streams), rng)
