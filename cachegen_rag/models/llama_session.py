@@ -77,6 +77,7 @@ class LlamaSession:
     def decode_with_queries(self, token_ids: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """``decode(..., logits=True)`` and the queries float32 ``[layers, tokens, heads, key_dim]``, not rotated."""
         ids = [int(i) for i in token_ids]
+        self._check_splice()  # the rotation of a refused model is not known
         self._check_decode(ids)
         shape, heads, rope = self._model.shape, self._model.n_head, self._model.rope
         out = np.empty((len(ids), self._model.n_vocab), np.float32)

@@ -72,6 +72,7 @@ def test_refused_but_answers(tiny_path: Callable[..., Path], kind: str) -> None:
                 lambda: session.commit(None),
                 lambda: session.take(session.length, session.length + 1, [1]),
                 lambda: session.export(0, 1),
+                lambda: session.decode_with_queries([1]),
             ):
                 with pytest.raises(SpliceRefusedError, match=kind.split()[0] if kind == "hybrid" else "."):
                     call()
