@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -341,3 +343,28 @@ def test_crc32c_is_castagnoli_and_independent_of_blocks(monkeypatch: pytest.Monk
     assert bitstream.crc32c(memoryview(b"123456789")) == 0xE3069283
     monkeypatch.setattr(bitstream, "_CRC_BLOCK", 4)
     assert bitstream.crc32c(memoryview(b"123456789")) == 0xE3069283
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
+def test_attacks_are_refused_with_next_to_no_memory_left() -> None:
+    program = """
+import resource, sys
+from pathlib import Path
+from cachegen_rag.bitstream import Bitstream
+from cachegen_rag.errors import BitstreamError
+from cachegen_rag.manifest import Manifest
+
+attacks = [(p.suffix, p.read_bytes()) for p in Path(sys.argv[1]).iterdir() if p.suffix in (".cgb", ".cgm")]
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), used + (16 << 20)))
+for suffix, data in attacks:
+    try:
+        (Bitstream if suffix == ".cgb" else Manifest).from_bytes(data)
+    except BitstreamError:
+        continue
+    sys.exit("accepted")
+print(len(attacks))
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(ATTACKS)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == len(EXPECTED)
