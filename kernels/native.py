@@ -15,7 +15,7 @@ _INSTRUCTION_SETS = {"portable": 0, "avx2": 1, "avx512": 2}
 class Cell(ctypes.Structure):
     """``Cell`` of codec.c."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("basis", ctypes.c_void_p),
         ("mean", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),

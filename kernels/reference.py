@@ -4,8 +4,8 @@ A *block* is a set of channels that is transformed and coded together. Its symbo
 a token, columns in the order of the profile, their number a multiple of 32. One stream holds one block of one chunk.
 
 Entropy coding is interleaved rANS (Duda, "Asymmetric numeral systems", 2013; interleaving after Giesen, 2014): 32
-states of 32 bits in [2^16, 2^32), renormalized by 16-bit words, frequencies of 12 bits. Column
-``c`` belongs to state ``c % 32``; elements are coded row by row. The symbol model of an element is chosen by its column and by the size of its
+states of 32 bits in [2^16, 2^32), renormalized by 16-bit words, frequencies of 12 bits. Elements are coded row by row;
+column ``c`` belongs to state ``c % 32``. The symbol model of an element is chosen by its column and by the size of its
 neighbours (:func:`context`), which the decoder knows already.
 """
 

@@ -167,11 +167,15 @@ def _coefficient_kernel(
 
 
 @triton.jit
-def _product(acc0, acc1, z_row, weights, k, live, P: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr):
+def _product(
+    acc0, acc1, z_row, stride, rows, weights, k, live, P: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr
+):
     """Add ``z[rows, k] @ weights[k, 2, P]`` to the accumulators of a head's even and odd channels."""
+    z_row, weights = tl.multiple_of(z_row, 16), tl.multiple_of(weights, 16)
+    k = tl.multiple_of(k, 16)
     for start in range(0, k, K):
         i = start + tl.arange(0, K)
-        a = tl.load(z_row + i[None, :], mask=live[:, None] & (i[None, :] < k), other=0.0)
+        a = tl.load(z_row + rows[:, None] * stride + i[None, :], mask=live[:, None] & (i[None, :] < k), other=0.0)
         b = weights + i[:, None] * (2 * P) + tl.arange(0, P)[None, :]
         acc0 = tl.dot(a, tl.load(b, mask=i[:, None] < k, other=0.0), acc0, input_precision=PRECISION)
         acc1 = tl.dot(a, tl.load(b + P, mask=i[:, None] < k, other=0.0), acc1, input_precision=PRECISION)
@@ -200,9 +204,15 @@ def _row_kernel(
     pair = tl.arange(0, P)
     even = tl.zeros([R, P], tl.float32) + tl.load(mean + mean_at + pair)[None, :]
     odd = tl.zeros([R, P], tl.float32) + tl.load(mean + mean_at + P + pair)[None, :]
-    z_row = z + row[:, None].to(tl.int64) * n_coefficients
-    even, odd = _product(even, odd, z_row + joint_at, weights + w, joint, live, P, K, PRECISION)
-    even, odd = _product(even, odd, z_row + own_at, weights + w + joint * (2 * P), own, live, P, K, PRECISION)
+    # Offsets within a tile are small: 32 bits.
+    tile = z + (tl.program_id(1) * R).to(tl.int64) * n_coefficients
+    lines = tl.arange(0, R)
+    even, odd = _product(
+        even, odd, tile + joint_at, n_coefficients, lines, weights + w, joint, live, P, K, PRECISION
+    )  # fmt: skip
+    even, odd = _product(
+        even, odd, tile + own_at, n_coefficients, lines, weights + w + joint * (2 * P), own, live, P, K, PRECISION
+    )  # fmt: skip
     # Keys: even and odd channels. Values: the lower and the upper half.
     second_at = tl.where(is_key > 0, 1, (dim + 1) // 2)
     first = tl.where(is_key > 0, 2 * pair, pair)
@@ -304,7 +314,7 @@ class Batch:
     def coefficients(self, decoded: Decoded) -> torch.Tensor:
         """Float32 ``[rows, coefficients]``."""
         t = self.tables
-        z = torch.empty(self.rows, t.coefficients, dtype=torch.float32, device=t.device)
+        z = torch.zeros(self.rows, t.coefficients, dtype=torch.float32, device=t.device)
         _coefficient_kernel[(triton.cdiv(self.rows, COEFFICIENT_ROWS), t.n_blocks)](
             decoded.symbols, decoded.before, decoded.counts, self.escapes, self.row_chunk, t.blocks, t.shrink, t.step,
             t.place, self.values, z, self.rows, t.n_blocks, t.n_columns, t.coefficients,
@@ -363,3 +373,38 @@ def _elements(targets: Targets, where: tuple[int, bool, int], out: torch.Tensor)
     layer, is_value, head = where
     tensor = (targets.values if is_value else targets.keys)[layer]
     return (tensor.data_ptr() - out.data_ptr()) // out.element_size() + head * tensor.stride(-2)
+
+
+def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """How the kernels are launched, for compiling them without a GPU: name, kernel, signature, constants, options."""
+    i32 = {"n_rows": "i32", "n_blocks": "i32", "n_columns": "i32", "n_coefficients": "i32"}
+    decode = dict.fromkeys(("streams",), "*i64") | dict.fromkeys(("payload16",), "*i16") | {"symbols": "*i8"}
+    decode |= dict.fromkeys(("payload32", "blocks", "sizes", "slots", "escapes_before", "counts", "status"), "*i32") | {
+        "n_streams": "i32",
+        "n_blocks": "i32",
+        "n_columns": "i32",
+    }
+    constants = {"G": GROUP, "PROB": PROB_BITS, "LOWEST": LOW, "ESC": ESCAPE}
+    constants |= {"TRUNCATED": _TRUNCATED, "INCONSISTENT": _INCONSISTENT, "S": 1}
+    rows = {"z": "*fp32", "heads": "*i64", "weights": "*fp32", "mean": "*fp32", "cosine": "*fp32", "sine": "*fp32"}
+    rows |= {"targets": "*i64", "row_at": "*i64", "n_rows": "i32", "n_coefficients": "i32"}
+    coefficient = {"symbols": "*i8", "chunks": "*i64", "shrink": "*fp32", "step": "*fp32", "z": "*fp32", **i32}
+    coefficient |= dict.fromkeys(("escapes_before", "counts", "row_chunk", "blocks", "place", "values"), "*i32")
+    tile = {"R": COEFFICIENT_ROWS, "C": COEFFICIENT_COLUMNS, "ESC": ESCAPE}
+    out = [
+        ("", _decode_kernel, _ordered(_decode_kernel, decode), constants, {"num_warps": 1}),
+        *((f"{n} blocks", _coefficient_kernel, _ordered(_coefficient_kernel, coefficient), {**tile, "BLOCKS": n}, {})
+          for n in (16, 256)),
+    ]  # fmt: skip
+    for dim, pairs in ((64, 32), (80, 40), (96, 48), (128, 64), (256, 128), (256, 32)):
+        for kind in ("fp16", "bf16"):
+            options = row_options(max(16, 1 << (dim // 2 - 1).bit_length()))
+            launch = {k: options.pop(k) for k in ("num_warps", "num_stages")}
+            signature = _ordered(_row_kernel, {**rows, "out": f"*{kind}"})
+            name = f"head_dim {dim}, rotary {2 * pairs}, {kind}"
+            out.append((name, _row_kernel, signature, {**options, "PAIRS": pairs, "HALVES": True}, launch))
+    return out
+
+
+def _ordered(kernel: Any, types: dict[str, str]) -> dict[str, str]:
+    return {name: types[name] for name in kernel.arg_names if name in types}

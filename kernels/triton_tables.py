@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from cachegen_rag.kernels.reference import BlockTransform, Columns, KernelError, SymbolModels
 
-WEIGHT_PADDING = 128
-"""Rows of zeros behind the last head's weights: tiles may read past a head's end."""
+ALIGN = 16
+"""Coefficients of a part (a block's joint ones, a cell's own) begin at, and are padded to, a multiple of this, so that
+they are read as whole vectors; padding has weight 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,28 +77,31 @@ class LevelTables:
         columns = [_pack(c) for c, _ in blocks]
         widths = [len(c) for c in columns]
         starts = np.cumsum([0, *widths])
-        at = np.cumsum([0, *(t.coefficients - 1 for _, t in blocks)])
-        # A block's last coefficient is where its padding columns go; here they go nowhere.
-        place = [np.where(t.place < t.coefficients - 1, t.place + a, -1) for (_, t), a in zip(blocks, at, strict=False)]
-        heads, where, weights, means = [], [], [], []
-        size = mean_size = 0
+        place, heads, where, weights, means = [], [], [], [], []
+        base = size = mean_size = 0
         half = _power_of_two(max((c.dim + 1) // 2 for _, t in blocks for c in t.cells))
-        for (_, transform), base in zip(blocks, at, strict=False):
-            own_at = base + transform.active
+        for _, transform in blocks:
+            parts = [transform.active, *(c.own for c in transform.cells)]
+            padded = [_aligned(n) for n in parts]
+            begin = base + np.cumsum([0, *padded])
+            # A block's last coefficient is where its padding columns go; here they go nowhere.
+            to = np.concatenate([*(b + np.arange(n) for b, n in zip(begin, parts, strict=False)), [-1]])
+            place.append(to[transform.place])
             for i, cell in enumerate(transform.cells):
                 joint = transform.joint
                 top = transform.joint_basis[:, i * joint : (i + 1) * joint].astype(np.float64) @ cell.basis[:joint]
-                matrix = np.concatenate([top.astype(np.float32), cell.basis[joint : joint + cell.own]])
+                matrix = np.zeros((padded[0] + padded[i + 1], cell.basis.shape[1]), np.float32)
+                matrix[: len(top)] = top
+                matrix[padded[0] : padded[0] + cell.own] = cell.basis[joint : joint + cell.own]
                 for h in range(cell.heads):
                     channels = slice(h * cell.dim, (h + 1) * cell.dim)
                     weights.append(_split(matrix[:, channels], half, cell.is_value).ravel())
                     means.append(_split(cell.mean[None, channels], half, cell.is_value).ravel())
                     where.append((cell.layer, cell.is_value, cell.head + h))
-                    entry = (base, transform.active, own_at, cell.own, size, mean_size, cell.dim, not cell.is_value)
-                    heads.append(entry)
+                    parts_at = (base, padded[0], begin[i + 1], padded[i + 1])
+                    heads.append((*parts_at, size, mean_size, cell.dim, not cell.is_value))
                     size, mean_size = size + weights[-1].size, mean_size + means[-1].size
-                own_at += cell.own
-        padding = np.zeros(WEIGHT_PADDING * 2 * half, np.float32)
+            base = int(begin[-1])
 
         def put(array: NDArray[np.generic]) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -111,11 +115,11 @@ class LevelTables:
             step=put(np.concatenate([t.step for _, t in blocks]).astype(np.float32)),
             place=put(np.concatenate(place).astype(np.int32)),
             heads=put(np.asarray(heads, np.int64)),
-            weights=put(np.concatenate([*weights, padding])),
+            weights=put(np.concatenate(weights)),
             mean=put(np.concatenate(means)),
             where=tuple(where),
             half=half,
-            coefficients=int(at[-1]),
+            coefficients=base,
         )
 
 
@@ -134,6 +138,10 @@ def _split(matrix: NDArray[np.float32], half: int, halves: bool) -> NDArray[np.f
     out = np.zeros((len(matrix), 2, half), np.float32)
     out[:, 0, : first.shape[1]], out[:, 1, : second.shape[1]] = first, second
     return out
+
+
+def _aligned(n: int) -> int:
+    return n + -n % ALIGN
 
 
 def _power_of_two(n: int) -> int:

@@ -56,12 +56,12 @@ def fit_blocks(
 ) -> tuple[Block, ...]:
     """Transforms of all blocks, from samples (each from another text)."""
     shape = samples[0].shape
-    parts = [
-        [(bool(kind), first, count) for kind, dim in ((0, shape.key_dim), (1, shape.value_dim))
-         for first, count in head_groups(shape.kv_heads, dim)][i::n]
-        for n in [max(len(head_groups(shape.kv_heads, shape.key_dim)), len(head_groups(shape.kv_heads, shape.value_dim)))]
-        for i in range(n)
-    ]  # fmt: skip
+    groups = [
+        [(is_value, first, count) for first, count in head_groups(shape.kv_heads, dim)]
+        for is_value, dim in ((False, shape.key_dim), (True, shape.value_dim))
+    ]
+    count = max(map(len, groups))
+    parts = [[cell for group in groups for cell in group[i::count]] for i in range(count)]
     blocks = []
     for first in range(0, shape.layers, layers):
         run = range(first, min(first + layers, shape.layers))

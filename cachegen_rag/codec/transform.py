@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +97,7 @@ class Transform:
         n_joint = len(block.cells) * block.joint
         # Scales decrease within the joint part and within every cell's own: what is coded is a prefix of each.
         bounds = np.cumsum([0, n_joint] + [c.channels - block.joint for c in block.cells])
-        taken = [int(np.sum(real & (order >= a) & (order < b))) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        taken = [int(np.sum(real & (order >= a) & (order < b))) for a, b in pairwise(bounds)]
         starts = np.cumsum([0, *taken])
         part = np.searchsorted(bounds, np.maximum(order, 0), side="right") - 1
         place = np.where(real, starts[part] + order - bounds[part], starts[-1])
