@@ -7,21 +7,21 @@ for each segment where it came from, and why not from the store.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from cachegen_rag.codec import Codec
-from cachegen_rag.errors import BitstreamError, CacheGenError, StoreError
+from cachegen_rag.errors import BitstreamError, CacheGenError
 from cachegen_rag.exact import ExactRuns
 from cachegen_rag.library import Library
-from cachegen_rag.loading import ChunkOutcome, Load, Loader
-from cachegen_rag.manifest import Chunk, Manifest
+from cachegen_rag.manifest import Manifest
 from cachegen_rag.metrics import RequestRecord, SegmentRecord
 from cachegen_rag.models.base import Session
 from cachegen_rag.prompt import Prompt
 from cachegen_rag.splice import Decode, Plan, Range, Take, plan
+from cachegen_rag.streaming.pipeline import Loader
+from cachegen_rag.streaming.transfer import Part, Ready, Transfer
 
 Recompute = Callable[[Prompt], Mapping[int, list[Range]]]
 """Which rows of each document are computed anew, chosen when a prompt is planned."""
@@ -38,13 +38,17 @@ def heads(tokens: int) -> Recompute:
 
 @dataclass
 class Source:
-    """What prompts are assembled from: the stored documents, the loader, the level that is read."""
+    """What prompts are assembled from: the stored documents, the loader, the level that is read.
+
+    slo : seconds to the first token that requests should keep; it lets the level be chosen for each chunk.
+    """
 
     library: Library
     loader: Loader
     level: int
     recompute: Recompute
     exact: ExactRuns | None = None
+    slo: float | None = None
 
 
 class Assembler:
@@ -56,7 +60,11 @@ class Assembler:
         self._source, self._prompt, self._record = source, prompt, record
         self._manifests: dict[int, Manifest] = {}
         self._run: tuple[int, Manifest] | None = None
-        self._loads: dict[int | None, Load] = {}  # by document segment; None: the exact run
+        self._steps = Plan(())
+        self._transfer: Transfer | None = None
+        self._owners: list[int] = []  # the segment whose record counts a part, for each part of the transfer
+        self._refused: dict[int, str | None] = {}  # parts handed to the engine, and why it would not have them
+        self._due = time.monotonic() + source.slo if source is not None and source.slo is not None else None
         self._pending: list[int] | None = None  # start and stop of what is to be decoded next
         for segment in prompt.segments:
             part = SegmentRecord(segment.kind, len(segment), doc_id=segment.doc_id)
@@ -65,31 +73,38 @@ class Assembler:
             record.segments.append(part)
 
     def look_up(self) -> None:
-        """Find out what is stored, before the model is taken: needs no engine."""
-        if self._source is None:
-            return
-        library = self._source.library
-        began = time.perf_counter()
-        self._run = self._source.exact.find(self._prompt) if self._source.exact is not None else None
-        if self._record.segments:
-            self._record.segments[0].fetch_ms += (time.perf_counter() - began) * 1e3
-        for index in self._prompt.documents:
-            if index < self._exact:
-                continue
-            segment, part = self._prompt.segments[index], self._record.segments[index]
-            if not len(segment):
-                continue
+        """Find out what is stored and begin to fetch it, before the model is taken: needs no engine."""
+        source = self._source
+        if source is not None:
             began = time.perf_counter()
+            self._run = source.exact.find(self._prompt) if source.exact is not None else None
+            if self._record.segments:
+                self._record.segments[0].fetch_ms += (time.perf_counter() - began) * 1e3
+            self._find_documents(source)
+        self._steps = self._plan()
+        if source is not None:
+            self._open(source)
+
+    def _find_documents(self, source: Source) -> None:
+        prompt, library = self._prompt, source.library
+        wanted = [i for i in prompt.documents if i >= self._exact and len(prompt.segments[i])]
+        keys = [library.key(prompt.segments[i].token_ids) for i in wanted]
+        began = time.perf_counter()
+        found = source.loader.look_up(keys, tokens=len(prompt), due=self._due)
+        for index, key, data in zip(wanted, keys, found, strict=True):
+            part = self._record.segments[index]
             try:
-                manifest = library.manifest(library.key(segment.token_ids))
-                if manifest.tokens != len(segment):
+                if isinstance(data, Exception):
+                    raise data
+                manifest = library.read_manifest(key, data)
+                if manifest.tokens != len(prompt.segments[index]):
                     raise BitstreamError(f"the manifest is of {manifest.tokens} tokens")
                 self._manifests[index] = manifest
             except LookupError as error:
                 part.reason = str(error)
-            except (BitstreamError, StoreError) as error:
+            except Exception as error:  # whatever it is, the text still answers
                 part.reason = f"{type(error).__name__}: {error}"
-            part.fetch_ms += (time.perf_counter() - began) * 1e3
+            part.fetch_ms += (time.perf_counter() - began) * 1e3 / len(wanted)
 
     @property
     def _exact(self) -> int:
@@ -98,11 +113,13 @@ class Assembler:
 
     def build(self, session: Session) -> None:
         """Put the whole prompt on ``session``; its last token is decoded, so that generation can begin."""
-        steps = self._plan()
         try:
-            self._start(session, steps)
+            if self._transfer is not None:
+                for i, part in enumerate(self._transfer.parts):
+                    positions = np.arange(part.start, part.start + len(part.token_ids), dtype=np.int32)
+                    self._transfer.attach(i, session.stage(positions))
             at = self._reuse(session)
-            for step in steps.steps:
+            for step in self._steps.steps:
                 if step.stop <= at:
                     continue
                 if isinstance(step, Decode):
@@ -111,78 +128,102 @@ class Assembler:
                     self._take_loaded(session, Take(max(step.start, at), step.stop, step.segment))
             self._flush(session)
         finally:
-            if self._source is not None:
-                self._source.loader.cancel(list(self._loads.values()))
+            self.close()
         self._keep(session)
+
+    def close(self) -> None:
+        """End what is still being loaded. Idempotent."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:
+            return
+        transfer.close()
+        for owner, outcome in zip(self._owners, transfer.outcomes, strict=True):
+            part = self._record.segments[owner]
+            part.bytes += outcome.bytes
+            part.fetch_ms += outcome.fetch_ms
+            part.decode_ms += outcome.decode_ms
+            part.reason = part.reason or outcome.reason
+            self._record.bytes_fetched += outcome.bytes
 
     def _plan(self) -> Plan:
         if self._source is None:
             return plan(self._prompt)
         return plan(self._prompt, self._manifests.keys(), self._source.recompute(self._prompt), exact=self._exact)
 
-    def _start(self, session: Session, steps: Plan) -> None:
-        """Hand out the engine's memory for every document that is taken, and start loading all of them."""
-        if self._source is None:
-            return
-        if self._run is not None and self._source.exact is not None:
-            exact, ids = self._source.exact, self._prompt.token_ids[: self._run[1].tokens]
-            self._begin(session, None, self._run[1].chunks, 0, ids, exact.library.codec, exact.level)
-        codec, level = self._source.library.codec, self._source.level
-        for index in steps.spliced:
-            ids = list(self._prompt.segments[index].token_ids)
-            self._begin(session, index, self._manifests[index].chunks, self._prompt.offsets[index], ids, codec, level)
-
-    def _begin(
-        self,
-        session: Session,
-        index: int | None,
-        chunks: Sequence[Chunk],
-        offset: int,
-        ids: list[int],
-        codec: Codec,
-        level: int,
-    ) -> None:
-        assert self._source is not None
-        target = session.stage(np.arange(offset, offset + len(ids), dtype=np.int32))
-        self._loads[index] = Load(chunks, ids, target, codec, level)
-        self._source.loader.start(self._loads[index])
+    def _open(self, source: Source) -> None:
+        """Begin to load every chunk that the plan takes rows of."""
+        prompt, parts = self._prompt, list[Part]()
+        takes = [step for step in self._steps.steps if isinstance(step, Take)]
+        runs = [(i, self._manifests[i], source.library, source.level) for i in self._steps.spliced]
+        if self._run is not None and source.exact is not None:
+            runs.insert(0, (0, self._run[1], source.exact.library, source.exact.level))
+        at = 0
+        for index, manifest, library, level in runs:
+            offset = prompt.offsets[index]
+            for chunk in manifest.chunks:
+                start, stop = offset + chunk.start, offset + chunk.stop
+                taken = sum(max(0, min(take.stop, stop) - max(take.start, start)) for take in takes)
+                if taken:
+                    ids = prompt.token_ids[start:stop]
+                    head, gap = stop - start - taken, start - at
+                    parts.append(Part(chunk, ids, library.codec, level, start, head, gap))
+                    self._owners.append(index)
+                    at = stop
+        if parts:
+            parts[0].gap, prefix = 0, parts[0].start
+            tail = len(prompt) - at
+            self._transfer = source.loader.open(parts, due=self._due, prefix=prefix, tail=tail)
 
     def _take_loaded(self, session: Session, step: Take) -> None:
-        """Take the rows of one step; those of a chunk that did not load are decoded instead."""
-        load = self._loads[step.segment]
-        offset = 0 if step.segment is None else self._prompt.offsets[step.segment]
-        part = self._record.segments[step.segment or 0]
-        outcomes = list(load.outcomes())
-        self._commit(session, load, outcomes, part)
-        for outcome in outcomes:
-            start, stop = max(step.start, offset + outcome.chunk.start), min(step.stop, offset + outcome.chunk.stop)
-            if start >= stop:
-                continue
-            reason = outcome.reason or load.refused
-            if reason is None:
-                self._flush(session)
-                reason = self._take(session, start, stop, part)
-            self._note(start, stop, outcome.level if reason is None else None, step.segment is None, reason)
-            if reason is not None:
-                self._decode_later(session, start, stop)
+        """Take the rows of one step, chunk by chunk as they arrive; what is not there in time is computed instead."""
+        assert self._transfer is not None
+        for i, part in enumerate(self._transfer.parts):
+            at = max(step.start, part.start)
+            stop = min(step.stop, part.start + len(part.token_ids))
+            while at < stop:
+                at = self._advance(session, self._transfer, i, at, stop, step.segment is None)
 
-    def _commit(self, session: Session, load: Load, outcomes: list[ChunkOutcome], part: SegmentRecord) -> None:
-        """Hand what was loaded to the engine, once."""
-        if load.committed:
-            return
-        load.committed = True
-        for outcome in outcomes:
-            part.bytes += outcome.bytes
-            part.fetch_ms += outcome.fetch_ms
-            part.decode_ms += outcome.decode_ms
-            self._record.bytes_fetched += outcome.bytes
-        if any(outcome.reason is None for outcome in outcomes):
-            began = time.perf_counter()
-            try:
-                session.commit(load.target)
-            except CacheGenError as error:
-                load.refused = f"{type(error).__name__}: {error}"
-            part.splice_ms += (time.perf_counter() - began) * 1e3
+    def _advance(self, session: Session, transfer: Transfer, i: int, at: int, stop: int, exact: bool) -> int:
+        """Bring the prompt forward from ``at`` towards ``stop`` within part ``i``; where it then is."""
+        part = transfer.parts[i]
+        reason = self._refused.get(i)
+        if reason is None:
+            advice = transfer.next(i, at - part.start)
+            if isinstance(advice, Ready):
+                self._flush(session)
+                reason = self._splice(session, transfer, i, at, stop)
+                if reason is None:
+                    self._note(at, stop, transfer.outcomes[i].level, exact, None)
+                    return stop
+            elif advice.reason is None:  # a slice, while the chunk is on its way
+                stop = min(stop, at + advice.tokens)
+                self._decode_later(session, at, stop)
+                began = time.monotonic()
+                self._flush(session)
+                transfer.computed(i, began, time.monotonic())
+                return stop
+            else:
+                reason = advice.reason
+        self._note(at, stop, None, exact, reason)
+        self._decode_later(session, at, stop)
+        return stop
+
+    def _splice(self, session: Session, transfer: Transfer, i: int, start: int, stop: int) -> str | None:
+        """Hand part ``i`` to the engine, once, and take its rows; the reason if the engine would not."""
+        began = time.monotonic()
+        segment = self._record.segments[self._owners[i]]
+        try:
+            if i not in self._refused:
+                self._refused[i] = None
+                session.commit(transfer.target(i))
+            session.take(start, stop, self._prompt.token_ids[start:stop])
+        except CacheGenError as error:
+            session.truncate(start)
+            self._refused[i] = f"{type(error).__name__}: {error}"
+        stopped = time.monotonic()
+        segment.splice_ms += (stopped - began) * 1e3
+        transfer.spliced(i, began, stopped)
+        return self._refused[i]
 
     def _note(self, start: int, stop: int, level: int | None, exact: bool, reason: str | None) -> None:
         """Write into the record of every segment in a run of positions what became of it."""
@@ -197,18 +238,6 @@ class Assembler:
             elif part.kind == "document":
                 at = self._prompt.offsets[index]
                 part.reason = part.reason or f"tokens {a - at}-{b - at}: {reason}"
-
-    def _take(self, session: Session, start: int, stop: int, part: SegmentRecord) -> str | None:
-        """Take rows from the library; the reason if the engine would not."""
-        began = time.perf_counter()
-        try:
-            session.take(start, stop, self._prompt.token_ids[start:stop])
-        except CacheGenError as error:
-            session.truncate(start)
-            return f"{type(error).__name__}: {error}"
-        finally:
-            part.splice_ms += (time.perf_counter() - began) * 1e3
-        return None
 
     def _decode_later(self, session: Session, start: int, stop: int) -> None:
         """Join decodes that meet: one engine call for a question behind a chunk that did not load."""
@@ -226,6 +255,8 @@ class Assembler:
         began = time.perf_counter()
         session.decode(self._prompt.token_ids[start:stop])
         spent = (time.perf_counter() - began) * 1e3
+        if self._source is not None:
+            self._source.loader.text.record(stop - start, start, spent / 1e3)
         for index, part in enumerate(self._record.segments):
             a, b = self._prompt.offsets[index], self._prompt.offsets[index + 1]
             shared = min(b, stop) - max(a, start)

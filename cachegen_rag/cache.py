@@ -23,12 +23,12 @@ from cachegen_rag.codec.profile import Profile
 from cachegen_rag.errors import ConfigError, EncodeError, RequestCancelledError, StoreError
 from cachegen_rag.exact import ExactRuns, leading
 from cachegen_rag.library import CHUNK_TOKENS, Library, chunk_ranges
-from cachegen_rag.loading import Loader
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import KVModel, Sampling, Token
 from cachegen_rag.profiles import find_profile
 from cachegen_rag.prompt import Document, KnownTexts, Message, Prompt, build_prompt, document_tokens, with_documents
 from cachegen_rag.stores.base import Store, open_store
+from cachegen_rag.streaming.pipeline import Loader
 from cachegen_rag.warm import WarmContext
 
 log = logging.getLogger(__name__)
@@ -141,6 +141,9 @@ class KVCache:
     exact_bytes : bytes that repeated leading combinations (the text and the first documents) may take; see
         :meth:`learn`. 0 switches exact prefix reuse off.
     splice : False answers every request by plain prefill (and still stores documents).
+    slo : seconds to the first token. On a remote store the level of each chunk is then chosen to keep it with the
+        least loss; without it the first token comes as early as it can at ``level``.
+    loader : makes the loader from the store and a name for this engine's costs.
     on_request : called with every finished RequestRecord.
 
     Raises
@@ -164,6 +167,8 @@ class KVCache:
         salt: str = "",
         splice: bool = True,
         exact_bytes: int = EXACT_BYTES,
+        slo: float | None = None,
+        loader: Callable[[Store, str], Loader] = Loader,
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         recompute = DEFAULT_RECOMPUTE if recompute is None else recompute
@@ -175,6 +180,8 @@ class KVCache:
             raise ConfigError(f"max_document_tokens = {max_document_tokens}: must be at least 1")
         self.model = model
         self.store: Store = open_store(store) if isinstance(store, (str, Path)) else store
+        if slo is not None and not slo > 0:
+            raise ConfigError(f"slo = {slo}: must be a number of seconds above 0")
         self.recompute = recompute
         self.known = KnownTexts()
         self._profile = profile
@@ -187,6 +194,7 @@ class KVCache:
         self._warm: WarmContext | None = None
         self._library: Library | None = None
         self._exact_bytes = exact_bytes
+        self._slo, self._make_loader = slo, loader
         self._exact: ExactRuns | None = None
         self._loader: Loader | None = None
         self._setup = threading.RLock()
@@ -224,7 +232,8 @@ class KVCache:
                 if self._exact_bytes:
                     runs = Library(self.store, Codec(profile, self.model.fingerprint.digest()), self._salt)
                     self._exact = ExactRuns(runs, self._exact_bytes, self.level(codec), self._chunk_tokens)
-                self._loader = Loader(self.store)
+                engine = f"{self.model.fingerprint.weights[:16]}/{getattr(self.model, 'n_threads', '')}"
+                self._loader = self._make_loader(self.store, engine)
             return self._library
 
     def level(self, codec: Codec) -> int:
@@ -425,6 +434,7 @@ class KVCache:
     ) -> Iterator[Token]:
         began = time.perf_counter()
         record.started_at = time.time()
+        assembler: Assembler | None = None
         try:
             source, refusal = self._source(spliced)
             assembler = Assembler(source, prompt, record, refusal)
@@ -444,6 +454,8 @@ class KVCache:
                     if cancelled is not None and cancelled():
                         raise RequestCancelledError("the request was cancelled while its answer was generated")
         finally:
+            if assembler is not None:
+                assembler.close()
             record.total_ms = (time.perf_counter() - began) * 1e3
             if self._exact is not None and spliced:
                 self._exact.observe(prompt)
@@ -473,7 +485,8 @@ class KVCache:
         library = self.library()
         if library is None or self._loader is None:
             return None, "no codec profile for this model yet: prefill documents or calibrate"
-        return Source(library, self._loader, self.level(library.codec), heads(self.recompute), self._exact), None
+        level, recompute = self.level(library.codec), heads(self.recompute)
+        return Source(library, self._loader, level, recompute, self._exact, self._slo), None
 
     def _count(self, record: RequestRecord) -> None:
         documents = [segment for segment in record.segments if segment.kind == "document"]

@@ -47,6 +47,10 @@ class Library:
         data = self.store.get("ac", key, max_bytes=MAX_MANIFEST_BYTES, deadline=deadline)
         if data is None:
             raise LookupError("not in the store")
+        return self.read_manifest(key, data)
+
+    def read_manifest(self, key: str, data: bytes) -> Manifest:
+        """The manifest in ``data``, verified to be the one of ``key``. Raises BitstreamError."""
         codec = self.codec
         return Manifest.from_bytes(data).expect(key=key, fingerprint=codec.fingerprint, profile=codec.profile.hash)
 

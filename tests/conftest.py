@@ -11,6 +11,14 @@ import pytest
 from tiny import TinySpec, write_tiny
 
 
+@pytest.fixture(scope="session", autouse=True)
+def private_cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing that a test run remembers (measured costs, the default store) lands in the user's own directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache-home")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``tiny_path(**TinySpec fields)`` is the path of such a model; each variant is written once a run."""
