@@ -15,6 +15,7 @@ which amplifies any change: for SmolLM2 in Q4_1 even an 8-bit cache shows a KL o
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -182,14 +183,14 @@ def run(
     calibration : documents of the other half that the peers' offline profile is made from.
     with_peers, with_speed : leave out what takes long. repeats : rounds of the speed measurement.
     threads : of the engine and of the decoder; None: as many as this process may use cores.
-    progress : called with a line of text now and then.
+    progress : called with a line of text now and then; None: lines go to standard error if that is a terminal.
 
     Raises
     ------
     ConfigError
         An option is wrong, or the texts do not yield so many passages.
     """
-    say = progress or (lambda line: None)
+    say = progress or _to_terminal
     with ExitStack() as stack:
         engine = _engine(model, threads, stack)
         texts = load(data)
@@ -324,6 +325,11 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
     rows = [row for row in result["rows"] if row["kind"] == "rate_distortion"]
     longest = max(row["document_tokens"] for row in rows)
     rate_distortion_plot([row for row in rows if row["document_tokens"] == longest], path)
+
+
+def _to_terminal(line: str) -> None:
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)
 
 
 def _cut(passage: Passage, tokens: int, continuation: int) -> Passage:
