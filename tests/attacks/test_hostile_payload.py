@@ -6,16 +6,14 @@ and never takes memory out of proportion.
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import synthetic
 
 from cachegen_rag.bitstream import Bitstream, Section
 from cachegen_rag.codec import Codec
@@ -30,28 +28,18 @@ TOKENS = 37
 GUARD = 3
 
 
-def synthetic() -> ModuleType:
-    path = Path(__file__).parent.parent / "kernels" / "synthetic.py"
-    spec = importlib.util.spec_from_file_location("synthetic_profiles", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def codec() -> Codec:
-    return Codec(synthetic().profile(SHAPE), bytes(32), sinks=True)
+    return Codec(synthetic.profile(SHAPE), bytes(32), sinks=True)
 
 
 @pytest.fixture(scope="module")
 def streams(codec: Codec) -> list[Bitstream]:
     """Sound bitstreams: lossy with and without sinks and escapes, and exact."""
-    made = synthetic()
     kvs = [
-        made.kv(codec.profile, TOKENS),
-        made.kv(codec.profile, TOKENS, first=50, outliers=20),
-        made.kv(codec.profile, 1, first=9),
+        synthetic.kv(codec.profile, TOKENS),
+        synthetic.kv(codec.profile, TOKENS, first=50, outliers=20),
+        synthetic.kv(codec.profile, 1, first=9),
     ]
     return [Bitstream.from_bytes(codec.encode(kv, level)) for kv in kvs for level in range(len(codec.levels))]
 
