@@ -13,10 +13,13 @@ from cachegen_rag.fingerprint import ModelFingerprint, document_key
 from cachegen_rag.manifest import MAX_MANIFEST_BYTES, Chunk, Level, Manifest, Segment
 from cachegen_rag.models.base import KVModel
 from cachegen_rag.stores.base import Store
+from cachegen_rag.warm import passages
 
 log = logging.getLogger(__name__)
 
 MAX_PROFILE_BYTES = 64 << 20
+ENOUGH_TEXT = 60_000
+"""Characters; with less, calibration reads the passages shipped with the package too."""
 
 
 def find_profile(
@@ -33,6 +36,8 @@ def find_profile(
     profile = shipped_profile(model.fingerprint) or load_profile(store, model.fingerprint, salt)
     if profile is None and texts:
         log.warning("no codec profile for %s yet: calibrating on the documents given, once", model.name)
+        if sum(map(len, texts)) < ENOUGH_TEXT:
+            texts = [*texts, *passages()]  # a few short documents say too little about a model
         profile = calibrate(model, texts)
         save_profile(store, model.fingerprint, salt, profile)
     return profile
