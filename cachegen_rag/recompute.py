@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -24,7 +24,7 @@ from cachegen_rag.errors import ConfigError
 from cachegen_rag.models.base import Session
 from cachegen_rag.prompt import Prompt
 from cachegen_rag.rope import RopeSpec, rotate
-from cachegen_rag.splice import Plan, Range, execute, plan
+from cachegen_rag.splice import Plan, Range
 
 BAND = (0.45, 0.87)
 """The layers whose attention counts, as fractions of the depth: spliced KV hurts there (measured layer by layer)."""
@@ -301,17 +301,12 @@ class Recompute:
         return max(0, min(left, int(self.max_fraction * spliced)))
 
 
-def resume(
-    session: Session, prompt: Prompt, available: Collection[int], again: dict[int, list[Range]], exact: int
-) -> Plan:
-    """Change a prompt that was spliced up to the question so that ``again`` is recomputed; the question is decoded.
+def rewind(session: Session, prompt: Prompt, again: Mapping[int, Sequence[Range]]) -> int:
+    """Drop what stands behind the first row that is to be recomputed, so that a new plan can be executed from there.
 
-    What stands before the first recomputed row stays. Returns the plan that the prompt now follows. The library must
-    still hold the documents' rows.
+    Returns the position; the library must still hold the documents' rows.
     """
-    steps = plan(prompt, available, again, exact=exact, min_take=1)
     starts = [prompt.offsets[index] + a for index, ranges in again.items() for a, b in ranges if a < b]
-    kept = min([*starts, prompt.offsets[-2]])
-    session.truncate(kept)
-    execute((replace(step, start=max(step.start, kept)) for step in steps.steps if step.stop > kept), prompt, session)
-    return steps
+    start = min([session.length, *starts])
+    session.truncate(start)
+    return start

@@ -6,8 +6,8 @@ quality. Then documents are spliced, with chosen ranges recomputed. What is left
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from cachegen_rag.prompt import Prompt
@@ -189,6 +189,14 @@ class Builder(Protocol):
     def decode(self, token_ids: Sequence[int], *, logits: bool = False) -> Any: ...
 
     def take(self, start: int, stop: int, token_ids: Sequence[int]) -> None: ...
+
+
+def between(steps: Iterable[Step], start: int, stop: int) -> Iterator[Step]:
+    """The parts of ``steps`` that lie at prompt positions ``start`` to ``stop``."""
+    for step in steps:
+        a, b = max(step.start, start), min(step.stop, stop)
+        if a < b:
+            yield replace(step, start=a, stop=b)
 
 
 def execute(steps: Iterable[Step], prompt: Prompt, session: Builder) -> None:

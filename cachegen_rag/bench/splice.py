@@ -1,0 +1,416 @@
+"""Splicing against full prefill: KL, agreement, answers and time to the first token, by method and budget.
+
+A prompt is a prefix, six documents behind separators, and a question. It is computed in full, and again from documents
+computed beforehand; the two distributions are compared on every token of the question and of the gold answer.
+``naive`` is the yardstick: documents and their separators computed behind the prompt's own prefix, nothing recomputed.
+All other rows use documents computed in the warm context. Recomputed tokens are counted as a fraction of everything
+between prefix and question, separators included. In the row ``none+`` nothing at all is recomputed: the separators are
+stored with their documents. In all other rows the separators are decoded, and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachegen_rag.bench import environment
+from cachegen_rag.bench.requantize import requantize
+from cachegen_rag.codec import Codec
+from cachegen_rag.codec.calibrate import calibrate
+from cachegen_rag.codec.profile import shipped_profile
+from cachegen_rag.errors import ConfigError
+from cachegen_rag.kv import KV
+from cachegen_rag.models.base import KVModel, Sampling
+from cachegen_rag.models.demo import small_model_path
+from cachegen_rag.models.llama_cpp import LlamaCppModel
+from cachegen_rag.prompt import DEFAULT_SEPARATOR, Document, Message, Prompt, build_prompt, with_documents
+from cachegen_rag.recompute import Method, Nothing, method
+from cachegen_rag.trial import Fill, Outcome, Reference, Trial, joined, place
+from cachegen_rag.warm import WarmContext, passages
+
+SYSTEM = "You answer questions from the documents that you are given, as briefly as you can."
+BUDGETS = (0.05, 0.08, 0.10, 0.15, 0.30)
+METHODS = ("heads", "deviation", "query", "heads+query")
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its passages and accepted answers."""
+
+    text: str
+    answers: tuple[str, ...]
+    passages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: which documents, which method, how much, in which precision.
+
+    stored : ``naive``, ``warm``, ``exact`` (the whole run of documents as one prefix) or ``absent`` (no documents).
+    """
+
+    stored: str
+    method: Method
+    budget: float
+    coded: bool = False
+    whole: bool = False  # separators stored with their documents
+    permuted: bool = False
+
+    @property
+    def name(self) -> str:
+        """``method`` of the row."""
+        if self.stored != "warm":
+            return {"naive": "naive", "exact": "exact prefix", "absent": "no documents"}[self.stored]
+        return self.method.name + ("+" if self.whole else "") + (", permuted" if self.permuted else "")
+
+
+def run(
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    questions: int = 8,
+    skip: int = 0,
+    documents: int = 6,
+    document_tokens: int = 200,
+    methods: Sequence[str] = METHODS,
+    budgets: Sequence[float] = BUDGETS,
+    weights: str = "f32",
+    coded: bool = True,
+    threads: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Measure and return one JSON-ready object.
+
+    model : a GGUF file; by default the small model of the demo extra. weights : the format it is measured in (f32 is
+    as fast as Q8_0 here and free of the noise of rounded activations; ``as is`` leaves the file alone).
+    data : a JSON list of ``{question, answers, ctxs: [{text}]}`` (MuSiQue); by default the questions shipped.
+    questions, skip : how many questions, after leaving out so many. documents, document_tokens : of each prompt.
+    methods, budgets : of the recompute. coded : also measure with the codec's default level.
+    threads : of the engine. seed : of the order in which the rows of a question are measured.
+    """
+    asked = load_questions(data)[skip : skip + questions]
+    if not asked:
+        raise ConfigError(f"there are no questions left after skipping {skip}")
+    source = Path(model) if model is not None else small_model_path()
+    collected: dict[Case, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="cachegen-splice-") as scratch:
+        path = source if weights == "as is" else requantize(source, Path(scratch) / "model.gguf", weights)
+        engine = LlamaCppModel(path, n_ctx=4096, n_threads=threads, keep_tokens=2048, name=source.stem)
+        try:
+            profile = (
+                (shipped_profile(LlamaCppModel(source).fingerprint) or calibrate(engine, passages())) if coded else None
+            )
+            codec = Codec(profile) if profile is not None else None
+            bench = Bench(engine, codec, document_tokens)
+            cases = list(all_cases(methods, budgets, coded))
+            for number, question in enumerate(asked):
+                order = np.random.default_rng([seed, number]).permutation(len(cases))
+                for case, figures in bench.measure(question, documents, [cases[i] for i in order]):
+                    collected.setdefault(case, []).append(figures)
+        finally:
+            engine.close()
+    rows = [bench.text_row()] + [summarize_case(case, collected[case]) for case in cases]
+    return {
+        "benchmark": "splice",
+        "environment": environment() | {"model": engine.name, "weights": weights, "questions": len(asked)},
+        "rows": rows,
+        "summary": summary(rows),
+    }
+
+
+def load_questions(data: str | Path | None = None) -> list[Question]:
+    """Questions of a MuSiQue-like file, or those shipped. Raises ConfigError if the file is not such a list."""
+    if data is None:
+        shipped = json.loads(files("cachegen_rag").joinpath("data/splice_questions.json").read_text(encoding="utf-8"))
+        texts = shipped["passages"]
+        return [
+            Question(q["question"], tuple(q["answers"]), tuple(texts[name] for name in q["passages"]))
+            for q in shipped["questions"]
+        ]
+    try:
+        items = json.loads(Path(data).read_text(encoding="utf-8"))
+        return [Question(i["question"], tuple(i["answers"]), tuple(c["text"] for c in i["ctxs"])) for i in items]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"cannot read questions from {data}: {error}; wanted: a JSON list of question, answers, ctxs with text"
+        ) from error
+
+
+def all_cases(methods: Sequence[str], budgets: Sequence[float], coded: bool) -> Iterator[Case]:
+    """Every row but the text prefill, which is what the others are compared with."""
+    yield Case("absent", Nothing(), 0.0)
+    for in_code in (False, True) if coded else (False,):
+        yield Case("naive", Nothing(), 0.0, in_code)
+        yield Case("exact", Nothing(), 0.0, in_code)
+        yield Case("warm", Nothing(), 0.0, in_code, whole=True)
+        yield Case("warm", Nothing(), 0.0, in_code)
+        for name in methods:
+            for budget in budgets:
+                yield Case("warm", method(name), budget, in_code)
+    for budget in (0.0, 0.15):
+        yield Case("warm", method("query") if budget else Nothing(), budget, permuted=True)
+
+
+class Bench:
+    """Measures the rows of one question after another on one engine."""
+
+    def __init__(self, engine: KVModel, codec: Codec | None, document_tokens: int) -> None:
+        self._engine, self._codec, self._document_tokens = engine, codec, document_tokens
+        self._separator = engine.tokenize(DEFAULT_SEPARATOR)
+        warm = WarmContext.for_model(engine)
+        # Behind a context without its last separator, a document and its separator can be computed together.
+        self._warm = replace(warm, contexts=tuple(c[: -len(self._separator)] for c in warm.contexts))
+        self._text: list[dict[str, Any]] = []
+
+    def measure(
+        self, question: Question, documents: int, cases: Sequence[Case]
+    ) -> Iterator[tuple[Case, dict[str, Any]]]:
+        """Every case of one question."""
+        texts = list(question.passages[:documents])
+        if len(texts) < 2:
+            raise ConfigError(f"a question needs two passages or more: {question.text}")
+        warm = dict(zip(texts, self._warm_kv(texts), strict=True))
+        for permuted in (False, True):
+            chosen = [case for case in cases if case.permuted is permuted]
+            if chosen:
+                yield from self._measure(question, texts[::-1] if permuted else texts, warm, chosen)
+
+    def text_row(self) -> dict[str, Any]:
+        """The row of the text prefill."""
+        row = {"method": "text", "budget": 1.0, "kv": "fp16", "recomputed": 1.0, "kl": 0.0, "top1": 1.0}
+        return row | {name: float(np.mean([t[name] for t in self._text])) for name in self._text[0]}
+
+    def _trial(self, question: Question, texts: Sequence[str]) -> Trial:
+        messages = [Message.of("system", SYSTEM), Message.of("user", f"Question: {question.text}")]
+        marked = with_documents(messages, [Document(text) for text in texts])
+        prompt = build_prompt(self._engine, marked, max_document_tokens=self._document_tokens)
+        return Trial(prompt, tuple(self._engine.tokenize(question.answers[0])))
+
+    def _warm_kv(self, texts: Sequence[str]) -> list[KV]:
+        """Separator and document of each text, in the warm context."""
+        chunks = [self._separator + self._engine.tokenize(text)[: self._document_tokens] for text in texts]
+        with self._engine.session() as session:
+            return list(self._warm.compute_many(session, chunks))
+
+    def _measure(
+        self, question: Question, texts: Sequence[str], warm: dict[str, KV], cases: Sequence[Case]
+    ) -> Iterator[tuple[Case, dict[str, Any]]]:
+        trial = self._trial(question, texts)
+        prompt = trial.prompt
+        whole = replace(trial, prompt=joined(prompt))
+        with self._engine.session() as session:
+            reference = trial.reference(session)
+            text = self._answer(session, trial)
+        self._text.append(
+            {
+                "seconds": reference.seconds,
+                "nll": trial.nll(reference.logits),
+                "f1": f1(text, question.answers),
+                "f1_text": 1.0,
+            }
+        )
+        kv: dict[tuple[str, bool], dict[int, KV]] = {
+            ("warm", False): {
+                i: _last(warm[t], len(prompt.segments[i])) for i, t in zip(prompt.documents, texts, strict=True)
+            },
+            ("warm", True): {
+                i: _last(warm[t], len(whole.prompt.segments[i]))
+                for i, t in zip(whole.prompt.documents, texts, strict=True)
+            },
+            ("naive", True): self._behind_prefix(whole.prompt),
+        }
+        fills: dict[tuple[str, bool, bool], dict[int, Fill]] = {}
+        for case in cases:
+            with_separators = case.whole or case.stored == "naive"
+            stored = "naive" if case.stored == "naive" else "warm"
+            key = (stored, with_separators, case.coded)
+            if key not in fills:
+                fills[key] = {i: self._fill(part, case.coded) for i, part in kv[stored, with_separators].items()}
+            used = whole if with_separators else trial
+            yield case, self._one(used, case, fills[key], kv[stored, with_separators], reference, question, text)
+
+    def _one(
+        self,
+        trial: Trial,
+        case: Case,
+        fills: dict[int, Fill],
+        kv: dict[int, KV],
+        reference: Reference,
+        question: Question,
+        text: str,
+    ) -> dict[str, Any]:
+        exact: tuple[int, Fill] | None = None
+        prompt = trial.prompt
+        start, stop = prompt.offsets[1], prompt.offsets[-2]
+        if case.stored == "exact":
+            leading = len(prompt.segments) - 2  # behind the last document stands the question
+            exact = (leading + 1, self._fill(reference.kv[:stop], case.coded, sinks=True))
+            fills = {}
+        if case.stored == "absent":
+            short = Trial(Prompt((prompt.segments[0], prompt.segments[-1])), trial.answer)
+            with self._engine.session() as session:
+                alone = short.reference(session)
+                answer = self._answer(session, short)
+            return figures(short.outcome(reference, alone.logits, alone.seconds), answer, question, text)
+        separators = (
+            0 if case.whole or case.stored == "naive" else stop - start - sum(len(prompt.segments[i]) for i in kv)
+        )
+        budget = max(0, round(case.budget * (stop - start)) - separators)
+        deviation = _deviation(prompt, kv, reference.kv) if case.method.name == "deviation" else None
+        with self._engine.session() as session:
+            outcome = trial.spliced(
+                session, fills, case.method, budget, reference, model=self._engine, deviation=deviation, exact=exact
+            )
+            said = self._answer(session, trial) if case.budget in (0.0, 0.15) else None
+        return figures(outcome, said, question, text)
+
+    def _answer(self, session: Any, trial: Trial, tokens: int = 16) -> str:
+        """The greedy answer from a session that holds the prompt and the gold answer."""
+        question = len(trial.prompt)
+        session.truncate(question - 1)
+        session.decode(trial.prompt.token_ids[question - 1 :])
+        return "".join(token.text for token in session.generate(Sampling(max_tokens=tokens)))
+
+    def _behind_prefix(self, prompt: Prompt) -> dict[int, KV]:
+        """Documents computed behind the prompt's own prefix, whose rows are dropped."""
+        out = {}
+        with self._engine.session() as session:
+            session.decode(prompt.segments[0].token_ids)
+            start = session.length
+            for index in prompt.documents:
+                session.decode(prompt.segments[index].token_ids)
+                out[index] = session.export(start, session.length)
+                session.truncate(start)
+        return out
+
+    def _fill(self, kv: KV, coded: bool, *, sinks: bool = False) -> Fill:
+        if not coded:
+            return place(KV(kv.keys.astype(np.float16), kv.values.astype(np.float16), kv.token_ids, kv.positions))
+        assert self._codec is not None
+        codec = Codec(self._codec.profile, sinks=True) if sinks else self._codec
+        data = codec.encode(kv, codec.default_level)
+        return lambda target: codec.decode_into(data, target)
+
+
+def _last(kv: KV, tokens: int) -> KV:
+    return kv[len(kv) - tokens :]
+
+
+def _deviation(prompt: Prompt, kv: dict[int, KV], full: KV) -> NDArray[np.float32]:
+    """CacheBlend's measure: |K - K in place| at layer 1, here from the full prefill (an engine would run two layers)."""
+    out = np.zeros(len(prompt), dtype=np.float32)
+    for index, part in kv.items():
+        start, stop = prompt.offsets[index], prompt.offsets[index + 1]
+        difference = np.asarray(part.keys[1], np.float32) - np.asarray(full.keys[1, start:stop], np.float32)
+        out[start:stop] = np.square(difference).sum(axis=(1, 2))
+    return out
+
+
+def figures(outcome: Outcome, answer: str | None, question: Question, text: str) -> dict[str, Any]:
+    """One measurement, JSON-ready but for the arrays."""
+    out: dict[str, Any] = {
+        "kl": outcome.kl,
+        "agree": outcome.agree,
+        "nll": outcome.nll,
+        "seconds": outcome.seconds,
+        "recomputed": outcome.recomputed,
+        "calls": outcome.calls,
+    }
+    if answer is not None:
+        out |= {"f1": f1(answer, question.answers), "f1_text": f1(answer, (text,))}
+    return out
+
+
+def summarize_case(case: Case, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Pool the questions; 95 % intervals by resampling whole questions."""
+    totals = np.array([(m["kl"].sum(), m["agree"].sum(), len(m["kl"])) for m in measured])
+    draws = np.random.default_rng(0).integers(len(totals), size=(RESAMPLES, len(totals)))
+    samples = totals[draws].sum(axis=1)
+    row: dict[str, Any] = {"method": case.name, "budget": case.budget, "kv": "level" if case.coded else "fp16"}
+    for column, name in ((0, "kl"), (1, "top1")):
+        low, high = np.percentile(samples[:, column] / samples[:, 2], [2.5, 97.5])
+        value = totals[:, column].sum() / totals[:, 2].sum()
+        row |= {name: float(value), f"{name}_low": float(low), f"{name}_high": float(high)}
+    for name in ("recomputed", "nll", "seconds", "calls", "f1", "f1_text"):
+        if name in measured[0]:
+            row[name] = float(np.mean([m[name] for m in measured]))
+    return row
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures by which the splice is judged: of the fp16 rows, except where a key says ``level``."""
+    fp16 = [row for row in rows if row["kv"] == "fp16" and "permuted" not in row["method"]]
+    by_name = {(row["method"], row["kv"]): row for row in rows}
+    text, naive = by_name["text", "fp16"], by_name["naive", "fp16"]
+    ours = [row for row in fp16 if row["method"] not in ("text", "naive", "no documents", "exact prefix")]
+
+    def best(limit: float) -> dict[str, Any]:
+        return min((row for row in ours if row["recomputed"] <= limit + 0.005), key=lambda row: row["kl"])
+
+    at_15 = best(0.15)
+    timed = min((row for row in ours if row["budget"] == 0.15), key=lambda row: row["kl"], default=at_15)
+    out = {
+        "kl_naive": naive["kl"],
+        "kl_gap_left_at_15": at_15["kl"] / naive["kl"],
+        "kl_gap_left_at_8": best(0.08)["kl"] / naive["kl"],
+        "kl_gap_left_at_0": best(0.0)["kl"] / naive["kl"],
+        "prefix_exact_kl": by_name["exact prefix", "fp16"]["kl"],
+        "top1_at_15": at_15["top1"],
+        "f1_text": text["f1"],
+        "f1_at_15": timed.get("f1"),
+        "ttft_ratio_at_15": timed["seconds"] / text["seconds"],
+        "best_at_15": at_15["method"],
+        "best_at_8": best(0.08)["method"],
+    }
+    if ("exact prefix", "level") in by_name:
+        out["prefix_exact_kl_level"] = by_name["exact prefix", "level"]["kl"]
+    return out
+
+
+def f1(answer: str, accepted: Sequence[str]) -> float:
+    """Token F1 of an answer against the best of the accepted ones, as SQuAD and MuSiQue count it."""
+
+    def words(text: str) -> list[str]:
+        text = "".join(c for c in text.lower() if c not in string.punctuation)
+        return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+    def score(gold: str) -> float:
+        a, b = words(answer), words(gold)
+        common = sum((Counter(a) & Counter(b)).values())
+        return 2 * common / (len(a) + len(b)) if a and b else float(a == b)
+
+    return max(score(gold) for gold in accepted)
+
+
+def plot(result: dict[str, Any], path: str | Path) -> None:
+    """KL against the fraction recomputed, one line a method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    lines: dict[str, list[tuple[float, float, float, float]]] = {}
+    for row in result["rows"]:
+        if row["kv"] == "fp16" and row["method"] not in ("text", "no documents", "exact prefix"):
+            point = (100 * row["recomputed"], row["kl"], row["kl_low"], row["kl_high"])
+            lines.setdefault(row["method"], []).append(point)
+    for name, points in lines.items():
+        x, y, low, high = np.array(sorted(points)).T
+        axes.errorbar(x, y, yerr=[y - low, high - y], marker="o", capsize=2, label=name)
+    axes.set(xlabel="recomputed (%)", ylabel="KL against full prefill (nats per token)", yscale="log")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,182 @@
+"""One prompt, computed in full and spliced, compared token by token: what the gate and the benchmark are made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachegen_rag.kv import KV
+from cachegen_rag.models.base import KVModel, KVTarget, Session
+from cachegen_rag.prompt import Prompt, Segment
+from cachegen_rag.recompute import Method, Scene, look, rewind
+from cachegen_rag.rope import from_interleaved, rotate
+from cachegen_rag.splice import Decode, Plan, between, execute, plan
+
+Fill = Callable[[KVTarget], None]
+"""Writes a document's KV into memory that the engine handed out: from a KV, or decoded from a bitstream."""
+
+
+def place(kv: KV) -> Fill:
+    """A fill that writes ``kv``, rotated to the target's positions."""
+
+    def fill(target: KVTarget) -> None:
+        keys = from_interleaved(rotate(np.asarray(kv.keys), target.positions, target.rope), target.rope)
+        for layer, (k, v) in enumerate(zip(target.keys, target.values, strict=True)):
+            k[...] = keys[layer]
+            v[...] = kv.values[layer]
+
+    return fill
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """The prompt computed in full.
+
+    logits : float32 ``[question + answer, vocabulary]``; seconds : to the first token of the answer.
+    kv : of the whole prompt (for deviations and exact prefixes).
+    """
+
+    logits: NDArray[np.float32]
+    kv: KV
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The prompt spliced. ``kl`` nats and ``agree`` (0 or 1) per token; ``seconds`` to the first token.
+
+    recomputed : fraction of the tokens between prefix and question that were decoded.
+    nll : of the answer, nats per token. calls : decode calls in front of the question.
+    """
+
+    kl: NDArray[np.float64]
+    agree: NDArray[np.float64]
+    nll: float
+    seconds: float
+    recomputed: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A prompt whose last segment is the question, and the answer that is read behind it."""
+
+    prompt: Prompt
+    answer: tuple[int, ...]
+
+    def reference(self, session: Session) -> Reference:
+        """Compute everything, segment by segment as a spliced prompt is."""
+        began = time.perf_counter()
+        for segment in self.prompt.segments[:-1]:
+            if len(segment):
+                session.decode(segment.token_ids)
+        question = session.decode(self.prompt.segments[-1].token_ids, logits=True)
+        seconds = time.perf_counter() - began
+        kv = session.export(0, session.length)
+        return Reference(self._read_answer(session, question), kv, seconds)
+
+    def spliced(
+        self,
+        session: Session,
+        fills: Mapping[int, Fill],
+        method: Method,
+        budget: int,
+        reference: Reference,
+        *,
+        model: KVModel,
+        deviation: NDArray[np.float32] | None = None,
+        exact: tuple[int, Fill] | None = None,
+    ) -> Outcome:
+        """Splice the documents in ``fills`` (by segment) and recompute ``budget`` tokens of them by ``method``.
+
+        exact : number of leading segments and the KV of them together, for exact prefix reuse.
+        """
+        prompt, question = self.prompt, self.prompt.offsets[-2]
+        leading = exact[0] if exact else 0
+        began = time.perf_counter()
+        if exact:
+            self._stage(session, 0, prompt.offsets[leading], exact[1])
+        for index, fill in fills.items():
+            if index >= leading:
+                self._stage(session, prompt.offsets[index], prompt.offsets[index + 1], fill)
+        steps = plan(prompt, fills, exact=leading, min_take=1)
+        scores = None
+        at = calls = 0
+        if method.looks and budget:
+            execute(between(steps.steps, 0, question), prompt, session)
+            scores = look(session, prompt, model.rope)
+            calls, at = steps.calls, question
+        again = method.choose(Scene(prompt, steps.spliced, budget, scores, deviation))
+        if again:
+            steps = plan(prompt, fills, again, exact=leading, min_take=1)
+            at = rewind(session, prompt, again) if at else 0
+        execute(between(steps.steps, at, question), prompt, session)
+        logits = session.decode(prompt.segments[-1].token_ids, logits=True)
+        seconds = time.perf_counter() - began
+        calls += sum(isinstance(step, Decode) for step in between(steps.steps, at, question))
+        changed = self._read_answer(session, logits)
+        return self.outcome(reference, changed, seconds, self._recomputed(steps, leading), calls)
+
+    def outcome(
+        self,
+        reference: Reference,
+        logits: NDArray[np.float32],
+        seconds: float,
+        recomputed: float = 0.0,
+        calls: int = 0,
+    ) -> Outcome:
+        """Compare logits ``[question + answer, vocabulary]`` of a run with the reference."""
+        kl, agree = compare(reference.logits, logits)
+        return Outcome(kl, agree, self.nll(logits), seconds, recomputed, calls)
+
+    def nll(self, logits: NDArray[np.float32]) -> float:
+        """Negative log likelihood of the answer's tokens, nats per token."""
+        rows = _log_softmax(logits[-len(self.answer) - 1 : -1])
+        return float(-rows[np.arange(len(self.answer)), list(self.answer)].mean())
+
+    def _recomputed(self, steps: Plan, leading: int) -> float:
+        first, question = self.prompt.offsets[1], self.prompt.offsets[-2]
+        parts = between(steps.steps, max(first, self.prompt.offsets[leading]), question)
+        return sum(len(step) for step in parts if isinstance(step, Decode)) / max(1, question - first)
+
+    def _read_answer(self, session: Session, question: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        answer = session.decode(self.answer, logits=True)
+        assert question is not None and answer is not None
+        return np.concatenate([question, answer])
+
+    def _stage(self, session: Session, start: int, stop: int, fill: Fill) -> None:
+        target = session.stage(np.arange(start, stop, dtype=np.int32))
+        fill(target)
+        session.commit(target, self.prompt.token_ids[start:stop])
+
+
+def joined(prompt: Prompt) -> Prompt:
+    """The same tokens with every separator as the beginning of its document: nothing between documents is decoded."""
+    out: list[Segment] = [prompt.segments[0]]
+    for segment in prompt.segments[1:-1]:
+        before = out[-1]
+        if segment.kind == "document" and before.kind == "text" and len(out) > 1:
+            out[-1] = replace(segment, token_ids=before.token_ids + segment.token_ids)
+        else:
+            out.append(segment)
+    return Prompt((*out, prompt.segments[-1]))
+
+
+def compare(
+    exact: NDArray[np.float32], changed: NDArray[np.float32]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """KL(exact || changed) in nats and agreement of the most likely token, per row of logits ``[rows, vocabulary]``."""
+    p, q = _log_softmax(exact), _log_softmax(changed)
+    kl = np.sum(np.exp(p) * (p - q), axis=1)
+    return kl, (exact.argmax(axis=1) == changed.argmax(axis=1)).astype(np.float64)
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return wide
