@@ -36,7 +36,7 @@ from cachegen_rag.config import ENV_PREFIX, load_settings
 from cachegen_rag.errors import ConfigError, ContextOverflowError
 from cachegen_rag.integrations.langchain import grammar as grammars
 from cachegen_rag.integrations.langchain.messages import convert
-from cachegen_rag.integrations.langchain.worker import Cancelled, worker_of
+from cachegen_rag.integrations.langchain.worker import Cancelled, Worker, worker_of
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import Sampling, Token
 
@@ -99,6 +99,7 @@ class ChatCacheGen(BaseChatModel):
 
     _opened: KVCache | None = PrivateAttr(default=None)
     _opening: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+    _worker: Worker = PrivateAttr(default_factory=Worker)
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -312,7 +313,7 @@ class ChatCacheGen(BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         make, timeout = self._run(messages, stop, kwargs)
-        chunks = worker_of(self._engine).stream(make, timeout)
+        chunks = self._queue().stream(make, timeout)
         try:
             for chunk in chunks:
                 if run_manager is not None:
@@ -331,7 +332,7 @@ class ChatCacheGen(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         make, timeout = self._run(messages, stop, kwargs)
-        chunks = worker_of(self._engine).astream(make, timeout)
+        chunks = self._queue().astream(make, timeout)
         try:
             async for chunk in chunks:
                 if run_manager is not None:
@@ -361,12 +362,10 @@ class ChatCacheGen(BaseChatModel):
         chunks = [chunk async for chunk in self._astream(messages, stop, None, **kwargs)]
         return _result(generate_from_stream(iter(chunks)))
 
-    @property
-    def _engine(self) -> object:
-        """What requests queue for: the engine where it is known without opening anything, else this instance."""
-        if self.kv_cache is not None:
-            return self.kv_cache.model
-        return self if self.model is None or isinstance(self.model, (str, Path)) else self.model
+    def _queue(self) -> Worker:
+        """Where requests wait: with the engine where that was given, else with this instance, which opens its own."""
+        engine = self.kv_cache.model if self.kv_cache is not None else self.model
+        return self._worker if engine is None or isinstance(engine, (str, Path)) else worker_of(engine)
 
     # ---- tools and structured output ----
 
