@@ -7,7 +7,6 @@ for each segment where it came from, and why not from the store.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,34 +18,29 @@ from cachegen_rag.manifest import Manifest
 from cachegen_rag.metrics import RequestRecord, SegmentRecord
 from cachegen_rag.models.base import Session
 from cachegen_rag.prompt import Prompt
-from cachegen_rag.splice import Decode, Plan, Range, Take, plan
+from cachegen_rag.recompute import Recompute, Scene, look, rewind
+from cachegen_rag.rope import RopeSpec
+from cachegen_rag.splice import Decode, Plan, Take, between, plan
 from cachegen_rag.streaming.pipeline import Loader
 from cachegen_rag.streaming.transfer import Part, Ready, Transfer
 
-Recompute = Callable[[Prompt], Mapping[int, list[Range]]]
-"""Which rows of each document are computed anew, chosen when a prompt is planned."""
-
-
-def heads(tokens: int) -> Recompute:
-    """Compute the first ``tokens`` of every document anew (EPIC, 2024: they hold the false attention sink)."""
-
-    def choose(prompt: Prompt) -> Mapping[int, list[Range]]:
-        return {i: [(0, tokens)] for i in prompt.documents} if tokens else {}
-
-    return choose
+TAKEN, DECODED = 1, 2
 
 
 @dataclass
 class Source:
     """What prompts are assembled from: the stored documents, the loader, the level that is read.
 
-    slo : seconds to the first token that requests should keep; it lets the level be chosen for each chunk.
+    recompute : which rows of the documents are computed anew, and how many. rope : of the engine, for methods that
+    look at the question. slo : seconds to the first token that requests should keep; it lets the level be chosen for
+    each chunk.
     """
 
     library: Library
     loader: Loader
     level: int
     recompute: Recompute
+    rope: RopeSpec
     exact: ExactRuns | None = None
     slo: float | None = None
 
@@ -66,6 +60,7 @@ class Assembler:
         self._refused: dict[int, str | None] = {}  # parts handed to the engine, and why it would not have them
         self._due = time.monotonic() + source.slo if source is not None and source.slo is not None else None
         self._pending: list[int] | None = None  # start and stop of what is to be decoded next
+        self._origin = np.zeros(len(prompt), dtype=np.int8)  # of every position: TAKEN or DECODED
         for segment in prompt.segments:
             part = SegmentRecord(segment.kind, len(segment), doc_id=segment.doc_id)
             if segment.kind == "document":
@@ -119,17 +114,69 @@ class Assembler:
                     positions = np.arange(part.start, part.start + len(part.token_ids), dtype=np.int32)
                     self._transfer.attach(i, session.stage(positions))
             at = self._reuse(session)
-            for step in self._steps.steps:
-                if step.stop <= at:
-                    continue
-                if isinstance(step, Decode):
-                    self._decode_later(session, max(step.start, at), step.stop)
-                else:
-                    self._take_loaded(session, Take(max(step.start, at), step.stop, step.segment))
-            self._flush(session)
+            looking = self._looks_at()
+            self._run_steps(session, at, looking)
+            if looking < len(self._prompt):
+                at = self._look(session, looking)
+                self._run_steps(session, at, len(self._prompt))
         finally:
             self.close()
+        self._tally()
         self._keep(session)
+
+    def _run_steps(self, session: Session, start: int, stop: int) -> None:
+        """Bring the prompt from position ``start`` to ``stop`` as planned."""
+        for step in between(self._steps.steps, start, stop):
+            if isinstance(step, Decode):
+                self._decode_later(session, step.start, step.stop)
+            else:
+                self._take_loaded(session, step)
+        self._flush(session)
+
+    def _looks_at(self) -> int:
+        """Where the question begins that the recompute method looks at first; the prompt's length if it does not."""
+        source, prompt = self._source, self._prompt
+        looks = source is not None and source.recompute.method.looks and len(self._steps.spliced) > 0
+        if not looks or prompt.segments[-1].kind != "text" or not self._budget(self._steps):
+            return len(prompt)
+        return prompt.offsets[-2]
+
+    def _look(self, session: Session, question: int) -> int:
+        """Score tokens by the question's attention, plan anew, drop what is recomputed; where the prompt then ends."""
+        assert self._source is not None
+        spliced = [
+            i for i in self._steps.spliced if (self._origin[slice(*self._prompt.offsets[i : i + 2])] == TAKEN).any()
+        ]
+        if not spliced:
+            return question
+        began = time.perf_counter()
+        scores = look(session, self._prompt, self._source.rope)
+        scene = Scene(self._prompt, tuple(spliced), self._budget(self._steps), scores)
+        again = self._source.recompute.method.choose(scene)
+        self._steps = plan(self._prompt, self._manifests.keys(), again, exact=self._exact)
+        at = rewind(session, self._prompt, again)
+        self._record.segments[-1].recompute_ms += (time.perf_counter() - began) * 1e3
+        return at
+
+    def _budget(self, steps: Plan) -> int:
+        """Document tokens that may be recomputed."""
+        assert self._source is not None
+        text, probe = self._source.loader.text, 64
+        seconds = text.seconds(probe, len(self._prompt) // 2)
+        rate = probe / seconds if seconds > 0 else None
+        return self._source.recompute.tokens(self._prompt, steps, target_s=self._source.slo, tokens_per_s=rate)
+
+    def _tally(self) -> None:
+        """Count what was taken and what was computed."""
+        record, taken = self._record, self._origin == TAKEN
+        record.spliced_tokens = int(taken.sum())
+        record.recomputed_tokens = 0
+        for index, part in enumerate(record.segments):
+            rows = taken[self._prompt.offsets[index] : self._prompt.offsets[index + 1]]
+            if part.kind == "document":
+                part.recomputed = int(len(rows) - rows.sum())
+                if part.source != "text":
+                    record.recomputed_tokens += part.recomputed
 
     def close(self) -> None:
         """End what is still being loaded. Idempotent."""
@@ -148,7 +195,12 @@ class Assembler:
     def _plan(self) -> Plan:
         if self._source is None:
             return plan(self._prompt)
-        return plan(self._prompt, self._manifests.keys(), self._source.recompute(self._prompt), exact=self._exact)
+        steps = plan(self._prompt, self._manifests.keys(), exact=self._exact)
+        method = self._source.recompute.method
+        if method.looks or not steps.spliced:
+            return steps
+        again = method.choose(Scene(self._prompt, steps.spliced, self._budget(steps)))
+        return plan(self._prompt, self._manifests.keys(), again, exact=self._exact) if again else steps
 
     def _open(self, source: Source) -> None:
         """Begin to load every chunk that the plan takes rows of."""
@@ -228,7 +280,7 @@ class Assembler:
     def _note(self, start: int, stop: int, level: int | None, exact: bool, reason: str | None) -> None:
         """Write into the record of every segment in a run of positions what became of it."""
         if reason is None:
-            self._record.spliced_tokens += stop - start
+            self._origin[start:stop] = TAKEN
         for index, part in enumerate(self._record.segments):
             a, b = max(start, self._prompt.offsets[index]), min(stop, self._prompt.offsets[index + 1])
             if a >= b:
@@ -254,6 +306,7 @@ class Assembler:
         self._pending = None
         began = time.perf_counter()
         session.decode(self._prompt.token_ids[start:stop])
+        self._origin[start:stop] = DECODED
         spent = (time.perf_counter() - began) * 1e3
         if self._source is not None:
             self._source.loader.text.record(stop - start, start, spent / 1e3)
@@ -262,9 +315,6 @@ class Assembler:
             shared = min(b, stop) - max(a, start)
             if shared > 0:
                 part.recompute_ms += spent * shared / (stop - start)
-                if part.kind == "document":
-                    part.recomputed += shared
-        self._record.recomputed_tokens = sum(p.recomputed for p in self._record.segments if p.source != "text")
 
     def _reuse(self, session: Session) -> int:
         """Leading text that the engine still holds from an earlier prompt, computed then: exact, and free."""

@@ -17,16 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag import upkeep
-from cachegen_rag.assembly import Assembler, Source, heads
+from cachegen_rag.assembly import Assembler, Source
 from cachegen_rag.codec import Codec
 from cachegen_rag.codec.profile import Profile
-from cachegen_rag.errors import ConfigError, EncodeError, RequestCancelledError, StoreError
+from cachegen_rag.errors import ConfigError, RequestCancelledError, StoreError
 from cachegen_rag.exact import ExactRuns, leading
-from cachegen_rag.library import CHUNK_TOKENS, Library, chunk_ranges
+from cachegen_rag.library import CHUNK_TOKENS, Library
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import KVModel, Sampling, Token
+from cachegen_rag.prefilling import Prefill, PrefillReport, Progress
 from cachegen_rag.profiles import find_profile
 from cachegen_rag.prompt import Document, KnownTexts, Message, Prompt, build_prompt, document_tokens, with_documents
+from cachegen_rag.recompute import Heads, Recompute
 from cachegen_rag.stores.base import Store, open_store
 from cachegen_rag.streaming.pipeline import Loader
 from cachegen_rag.warm import WarmContext
@@ -36,35 +38,8 @@ log = logging.getLogger(__name__)
 DEFAULT_RECOMPUTE = 0
 """Leading tokens of each spliced document that are computed anew."""
 
-BATCH_BYTES = 256 << 20
-"""Float32 KV of the documents that are computed together."""
-
 EXACT_BYTES = 256 << 20
 """Stored bytes that learned leading combinations may take by default."""
-
-Progress = Callable[[int, int, int, float], None]
-"""Called with documents done, documents in all, tokens computed so far, and seconds since the start."""
-
-
-@dataclass
-class PrefillReport:
-    """What ``prefill`` did. ``skipped`` holds ``(doc_id or start of the text, reason)``; ``bytes`` were stored anew."""
-
-    documents: int = 0
-    computed: int = 0
-    present: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-
-    def skip(self, document: Document, reason: str) -> None:
-        """Note that a document was not stored."""
-        self.skipped.append((document.doc_id or document.text[:40], reason))
-
-    def as_dict(self) -> dict[str, Any]:
-        """A JSON-ready copy."""
-        return dataclasses.asdict(self)
 
 
 @dataclass
@@ -134,7 +109,8 @@ class KVCache:
     level : quantization level that is read, 0 the finest; by default the profile's default level.
     levels : levels that are stored; by default the level that is read, on a remote store all lossy ones from the
         finest on.
-    recompute : leading tokens of each spliced document that are computed anew.
+    recompute : what is computed anew of spliced documents: a number of leading tokens of each, or a
+        :class:`~cachegen_rag.recompute.Recompute` (a method and a budget).
     chunk_tokens : tokens of an independently decodable chunk.
     max_document_tokens : longer documents are cut, at index time and in prompts alike.
     salt : keeps the keys of tenants of one store apart.
@@ -161,7 +137,7 @@ class KVCache:
         profile: Profile | str | Path | None = None,
         level: int | None = None,
         levels: Sequence[int] | None = None,
-        recompute: int | None = None,
+        recompute: int | Recompute | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         max_document_tokens: int | None = None,
         salt: str = "",
@@ -172,8 +148,10 @@ class KVCache:
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         recompute = DEFAULT_RECOMPUTE if recompute is None else recompute
-        if recompute < 0:
-            raise ConfigError(f"recompute = {recompute}: must be a number of tokens from 0")
+        if isinstance(recompute, int):
+            if recompute < 0:
+                raise ConfigError(f"recompute = {recompute}: must be a number of tokens from 0")
+            recompute = Recompute(Heads(recompute), 1.0) if recompute else Recompute()
         if chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens = {chunk_tokens}: must be at least 1")
         if max_document_tokens is not None and max_document_tokens < 1:
@@ -230,7 +208,7 @@ class KVCache:
                     codec.check_level(level)
                 self._library = Library(self.store, codec, self._salt)
                 if self._exact_bytes:
-                    runs = Library(self.store, Codec(profile, self.model.fingerprint.digest()), self._salt)
+                    runs = Library(self.store, Codec(profile, self.model.fingerprint.digest(), sinks=True), self._salt)
                     self._exact = ExactRuns(runs, self._exact_bytes, self.level(codec), self._chunk_tokens)
                 engine = f"{self.model.fingerprint.weights[:16]}/{getattr(self.model, 'n_threads', '')}"
                 self._loader = self._make_loader(self.store, engine)
@@ -257,73 +235,16 @@ class KVCache:
         Raises StoreError if the store cannot be written. A document that cannot be stored otherwise (too long for
         the context, a model that is not spliced) is skipped with its reason.
         """
-        began = time.perf_counter()
         items = [as_document(document) for document in documents]
-        report = PrefillReport(documents=len(items))
         library = None if self.model.refusal else self.library([item.text for item in items])
-        reason = self.model.refusal or "no codec profile: there is no text to calibrate one from"
-
-        def tell() -> None:
-            report.seconds = time.perf_counter() - began
-            if progress is not None:
-                done = report.computed + report.present + len(report.skipped)
-                progress(done, len(items), report.tokens, report.seconds)
-
-        tell()
-        batch: dict[str, tuple[Document, Sequence[int]]] = {}
         for item in items:
             self.known.add(item)
-            ids, _ = document_tokens(self.model, item.text, self._max_document_tokens)
-            if library is None or not 0 < len(ids) <= self.model.n_ctx:
-                report.skip(item, self._why_skipped(ids) or reason)
-                continue
-            key = library.key(ids)
-            if key in batch or library.contains(key, self.stored_levels(library.codec)):
-                report.present += 1
-                continue
-            waiting = sum(len(i) for _, i in batch.values())
-            if batch and (waiting + len(ids)) * self.model.shape.elements_per_token * 4 > BATCH_BYTES:
-                self._compute(library, batch, report, tell)
-                batch = {}
-            batch[key] = item, ids
-        if library is not None and batch:
-            self._compute(library, batch, report, tell)
-        tell()
-        return report
-
-    def _why_skipped(self, ids: Sequence[int]) -> str | None:
-        if not ids:
-            return "the document is empty"
-        if len(ids) > self.model.n_ctx:
-            return (
-                f"the document has {len(ids)} tokens, the context holds {self.model.n_ctx}: split it, set "
-                f"max_document_tokens, or load the model with a larger n_ctx"
-            )
-        return None
-
-    def _compute(
-        self,
-        library: Library,
-        batch: Mapping[str, tuple[Document, Sequence[int]]],
-        report: PrefillReport,
-        tell: Callable[[], None],
-    ) -> None:
-        """Compute and store a batch; what another thread or process has stored meanwhile is left out."""
-        levels = self.stored_levels(library.codec)
-        with self.model.session() as session:
-            missing = {key: entry for key, entry in batch.items() if not library.contains(key, levels)}
-            report.present += len(batch) - len(missing)
-            computed = self.warm.compute_many(session, [ids for _, ids in missing.values()])
-            for (key, (item, ids)), kv in zip(missing.items(), computed, strict=True):
-                try:
-                    manifest = library.put(key, kv, levels, chunk_ranges(len(kv), self._chunk_tokens))
-                except EncodeError as error:
-                    report.skip(item, str(error))
-                    continue
-                report.computed += 1
-                report.tokens += len(ids)
-                report.bytes += sum(segment.length for segment in manifest.segments())
-                tell()
+        run = Prefill(self.model, library, items, progress)
+        if library is not None:
+            run.run(self.warm, self.stored_levels(library.codec), self._chunk_tokens, self._max_document_tokens)
+        else:
+            run.skip_all(self.model.refusal or "no codec profile: there is no text to calibrate one from")
+        return run.report
 
     def key(self, document: Any) -> str | None:
         """The content key of a document; None while no codec profile is known, or if the document is empty."""
@@ -485,8 +406,8 @@ class KVCache:
         library = self.library()
         if library is None or self._loader is None:
             return None, "no codec profile for this model yet: prefill documents or calibrate"
-        level, recompute = self.level(library.codec), heads(self.recompute)
-        return Source(library, self._loader, level, recompute, self._exact, self._slo), None
+        level = self.level(library.codec)
+        return Source(library, self._loader, level, self.recompute, self.model.rope, self._exact, self._slo), None
 
     def _count(self, record: RequestRecord) -> None:
         documents = [segment for segment in record.segments if segment.kind == "document"]

@@ -328,3 +328,68 @@ def test_two_processes_fill_one_directory(tiny_model: Any, tiny_gguf: Path, prof
         assert cache.prefill(TEXTS).present == 4
         checked = cache.verify()
         assert (checked["damaged"], checked["incomplete"]) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["heads", "query", "heads+query"])
+def test_recompute_methods_keep_to_their_budget(tiny_model: Any, profile: Profile, name: str) -> None:
+    from cachegen_rag.recompute import Recompute, method
+
+    with KVCache(tiny_model, "memory://", profile=profile, recompute=Recompute(method(name), 0.2)) as cache:
+        cache.prefill(TEXTS[:3])
+        prompt = ask(cache, TEXTS[:3])
+        first, record = answer(cache, prompt)
+        tokens = sum(s.tokens for s in record.segments if s.kind == "document")
+        assert 0 < record.recomputed_tokens <= 0.2 * tokens + 8
+        assert record.spliced_tokens == tokens - record.recomputed_tokens
+        assert answer(cache, prompt)[0] == first
+
+
+def test_recomputing_everything_is_the_text_path(tiny_model: Any, profile: Profile) -> None:
+    from cachegen_rag.recompute import Recompute, method
+
+    with KVCache(tiny_model, "memory://", profile=profile, recompute=Recompute(method("query"), 1.0)) as cache:
+        cache.prefill(TEXTS[:2])
+        prompt = ask(cache, TEXTS[:2])
+        assert answer(cache, prompt)[0] == answer(cache, prompt, spliced=False)[0]
+
+
+def test_a_stored_leading_run_is_reused_exactly(cache: KVCache) -> None:
+    prompt = ask(cache, TEXTS[:3])
+    cache.prefill(TEXTS[2:3])
+    assert cache.store_leading(prompt, 2)
+    _, record = answer(cache, prompt)
+    assert [s.source for s in record.segments if s.kind == "document"] == ["exact", "exact", "store"]
+    other = ask(cache, [TEXTS[1], TEXTS[0]])  # another order is another run
+    assert all(s.source == "text" for s in answer(cache, other)[1].segments if s.kind == "document")
+
+
+def test_exact_reuse_at_the_exact_level_gives_the_text_answer(tiny_model: Any, profile: Profile) -> None:
+    with KVCache(tiny_model, "memory://", profile=profile, level=0) as cache:
+        prompt = ask(cache, TEXTS[:2])
+        assert cache.store_leading(prompt, 2)
+        ids, record = answer(cache, prompt)
+        assert record.spliced_tokens > 0
+        assert ids == answer(cache, prompt, spliced=False)[0]
+
+
+def test_repeated_combinations_become_exact(cache: KVCache) -> None:
+    cache.prefill(TEXTS)
+    prompt = ask(cache, TEXTS[:2])
+    assert cache.learn() == 0
+    for _ in range(3):
+        answer(cache, prompt)
+    assert cache.learn() >= 1
+    _, record = answer(cache, ask(cache, TEXTS[:2], "another question about the stone?"))
+    assert [s.source for s in record.segments if s.kind == "document"] == ["exact", "exact"]
+
+
+def test_requests_can_be_cancelled(cache: KVCache) -> None:
+    from cachegen_rag.errors import RequestCancelledError
+
+    stop = False
+    stream = cache.stream(ask(cache, TEXTS[:1]), Sampling(max_tokens=50), cancelled=lambda: stop)
+    next(stream)
+    stop = True
+    with pytest.raises(RequestCancelledError):
+        list(stream)
+    assert answer(cache, ask(cache, TEXTS[:1]))[0]
