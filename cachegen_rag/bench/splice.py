@@ -308,7 +308,7 @@ def _last(kv: KV, tokens: int) -> KV:
 
 
 def _deviation(prompt: Prompt, kv: dict[int, KV], full: KV) -> NDArray[np.float32]:
-    """CacheBlend's measure: |K - K in place| at layer 1, here from the full prefill (an engine would run two layers)."""
+    """CacheBlend's measure, |K - K in place| at layer 1; here from the full prefill, an engine would run two layers."""
     out = np.zeros(len(prompt), dtype=np.float32)
     for index, part in kv.items():
         start, stop = prompt.offsets[index], prompt.offsets[index + 1]
