@@ -97,6 +97,7 @@ class StoreSettings(_Section):
         default=10 << 30, ge=MIN_STORE_BYTES, description="bytes a directory may take before it evicts"
     )
     token: SecretStr | None = Field(default=None, description="bearer token of an HTTP store")
+    tier: Path | None = Field(default=None, description="directory in which objects of an HTTP store are kept")
     salt: SecretStr | None = Field(default=None, description="keeps the keys of tenants of one store apart")
     timeout: Duration = Field(default=10.0, gt=0, description="how long one request to an HTTP store may take")
 

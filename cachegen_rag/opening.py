@@ -37,6 +37,8 @@ def open_settings_store(settings: Settings) -> Store:
     options: dict[str, Any] = {"size_limit": chosen.size_limit}
     if chosen.url.lower().startswith(("http:", "https:")):
         options["timeout"] = chosen.timeout
+        if chosen.tier is not None:
+            options["tier"] = chosen.tier
         if chosen.token is not None:
             options["token"] = chosen.token.get_secret_value()
     store: Store = open_store(chosen.url, **options)
@@ -49,8 +51,7 @@ def open_cache(settings: Settings, *, model: KVModel | None = None, store: Store
 
     salt = settings.store.salt.get_secret_value() if settings.store.salt is not None else ""
     options: dict[str, Any] = {"profile": settings.codec.profile, "level": settings.codec.level, "salt": salt}
-    if settings.recompute is not None:
-        options["recompute"] = settings.recompute
+    options |= {"recompute": settings.recompute, "slo": settings.stream.slo}
     return KVCache(
         model if model is not None else open_model(settings),
         store if store is not None else open_settings_store(settings),

@@ -74,6 +74,7 @@ class ChatCacheGen(BaseChatModel):
     level: int | None = None
     levels: Sequence[int] | None = None
     recompute: int | None = None
+    slo: float | None = None
     max_document_tokens: int | None = None
     splice: bool = True
     n_ctx: int | None = None
@@ -136,7 +137,6 @@ class ChatCacheGen(BaseChatModel):
         )
         store = self.store if self.store is not None and not isinstance(self.store, (str, Path)) else None
         salt = self.salt or settings.store.salt
-        options: dict[str, Any] = {"recompute": self.recompute if self.recompute is not None else settings.recompute}
         return KVCache(
             model,
             store if store is not None else open_settings_store(settings),
@@ -147,7 +147,8 @@ class ChatCacheGen(BaseChatModel):
             salt=salt.get_secret_value() if salt is not None else "",
             splice=self.splice,
             on_request=self.on_request,
-            **{key: value for key, value in options.items() if value is not None},
+            recompute=self.recompute if self.recompute is not None else settings.recompute,
+            slo=self.slo if self.slo is not None else settings.stream.slo,
         )
 
     def prefill(self, documents: Iterable[Any], progress: Any = None) -> PrefillReport:
