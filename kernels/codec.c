@@ -252,6 +252,54 @@ API int64_t cg_encode(const int8_t *symbols, int64_t rows, int64_t columns, cons
   return total - at;
 }
 
+/* ---- from components to symbols ---- */
+
+/* Quantize components [rows][width]: column c codes component order[c]. threshold[2 c]
+ * is the size, in steps, from which a value is not 0; its magnitude is then floor(size + threshold[2 c + 1]), at least
+ * 1. What exceeds
+ * reach[c] escapes: its index goes to escape_at, its value to escape_value (room for `room` of them). Returns the
+ * number of escapes; CG_CORRUPT for a size above `limit` or NaN, CG_MEMORY if there is no room.
+ *
+ * The product is stored before it is used: a fused multiply-add would round differently from numpy. */
+API int64_t cg_quantize(const float *components, int64_t rows, int64_t width, const int32_t *order, int64_t columns,
+                        float per_step, float limit, const float *threshold, const int32_t *reach, int8_t *symbols,
+                        int64_t *escape_at, int32_t *escape_value, int64_t room) {
+  float *size = malloc((size_t)(columns + 1) * 4);
+  int32_t *value = malloc((size_t)(columns + 1) * 4);
+  int64_t escapes = size && value ? 0 : CG_MEMORY;
+  for (int64_t r = 0; r < rows && escapes >= 0; r++) {
+    const float *y = components + r * width;
+    int8_t *out = symbols + r * columns;
+    int bad = 0, wide = 0;
+    for (int64_t c = 0; c < columns; c++) size[c] = y[order[c]] * per_step;
+    for (int64_t c = 0; c < columns; c++) {
+      float m = fabsf(size[c]);
+      int finite = m <= limit; /* false for NaN */
+      int32_t v = (int32_t)((finite ? m : 0.0f) + threshold[2 * c + 1]);
+      v = v < 1 ? 1 : v;
+      v = m >= threshold[2 * c] ? v : 0;
+      bad |= !finite;
+      wide |= v > reach[c];
+      value[c] = size[c] < 0 ? -v : v;
+    }
+    for (int64_t c = 0; c < columns; c++) out[c] = (int8_t)value[c];
+    if (bad) escapes = CG_CORRUPT;
+    for (int64_t c = 0; c < columns && wide && escapes >= 0; c++)
+      if (value[c] > reach[c] || value[c] < -reach[c]) {
+        out[c] = ESCAPE;
+        if (escapes == room) {
+          escapes = CG_MEMORY;
+        } else {
+          escape_at[escapes] = r * columns + c;
+          escape_value[escapes++] = value[c];
+        }
+      }
+  }
+  free(size);
+  free(value);
+  return escapes;
+}
+
 /* ---- from symbols to rows ---- */
 
 

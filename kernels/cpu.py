@@ -19,6 +19,7 @@ from cachegen_rag.kernels.reference import (
     Columns,
     Escapes,
     KernelError,
+    Quantizer,
     Rows,
     SymbolModels,
 )
@@ -67,6 +68,30 @@ def decode(
     if result:
         raise KernelError(_PROBLEMS[result])
     return out
+
+
+def quantize(components: NDArray[np.float32], quantizer: Quantizer) -> tuple[NDArray[np.int8], Escapes]:
+    """See :func:`cachegen_rag.kernels.reference.quantize`."""
+    lib = native.library()
+    if lib is None:
+        return reference.quantize(components, quantizer)
+    components = np.ascontiguousarray(components, np.float32)
+    rows, columns = len(components), len(quantizer.order)
+    if int(quantizer.order.max(initial=-1)) >= components.shape[1]:
+        raise KernelError("a column's component does not exist")
+    symbols = np.empty((rows, columns), np.int8)
+    room = 64 + rows * columns // 64
+    while True:
+        at, value = np.empty(room, np.int64), np.empty(room, np.int32)
+        count = lib.cg_quantize(
+            _at(components), rows, components.shape[1], _at(quantizer.order), columns, quantizer.per_step,
+            reference.MAX_SIZE, _at(quantizer.threshold), _at(quantizer.reach), _at(symbols), _at(at), _at(value), room,
+        )  # fmt: skip
+        if count >= 0:
+            return symbols, Escapes(at[:count].copy(), value[:count].copy())
+        if count != -3 or room > rows * columns:
+            raise KernelError("a component is too large for this step, or not a number")
+        room = rows * columns + 1
 
 
 def reconstruct(symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTransform, rows: Rows) -> None:

@@ -56,6 +56,9 @@ def _load(path: Path, instruction_set: int) -> ctypes.CDLL | None:
     lib.cg_decode.argtypes = [p, size, p, p, p, p, p, i64, i64, p]
     lib.cg_encode.argtypes = [p, i64, i64, p, p, p, p, p, p, p]
     lib.cg_encode.restype = i64
+    f32 = ctypes.c_float
+    lib.cg_quantize.argtypes = [p, i64, i64, p, i64, f32, f32, p, p, p, p, p, i64]
+    lib.cg_quantize.restype = i64
     lib.cg_reconstruct.argtypes = [
         p, i64, i64, p, p, i64, p, p, p, i64, p, i64, i64, i64, p, i64, p, p, ctypes.c_int, ctypes.c_int
     ]  # fmt: skip

@@ -25,6 +25,8 @@ SLOTS = 1 << PROB_BITS
 LOW = 1 << 16
 ESCAPE = -128
 CONTEXTS = 3
+MAX_SIZE = float(1 << 24)
+"""Largest magnitude, in steps, that can be coded."""
 
 
 class KernelError(ValueError):
@@ -121,6 +123,22 @@ class Escapes:
 
 
 @dataclass(frozen=True, eq=False)
+class Quantizer:
+    """How components become symbols.
+
+    order : int32 ``[columns]``, the component of each column.
+    per_step : steps per unit. threshold : float32 ``[columns, 2]``, the size in steps from which a value is not 0, and
+    what is added before rounding down to its magnitude. reach : int32 ``[columns]``, the largest magnitude with a
+    symbol of its own.
+    """
+
+    order: NDArray[np.int32]
+    per_step: float
+    threshold: NDArray[np.float32]
+    reach: NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Where a block's channels go: per cell a writable array ``[rows, heads, dim]`` of the engine's cache.
 
@@ -200,6 +218,24 @@ def decode(
     if at != len(words) or np.any(state != LOW):
         raise KernelError("the stream does not end where it should")
     return np.ascontiguousarray(out[1:, GROUP:])
+
+
+def quantize(components: NDArray[np.float32], quantizer: Quantizer) -> tuple[NDArray[np.int8], Escapes]:
+    """Symbols ``[rows, columns]`` of components ``[rows, any]``, and what lies beyond their reach.
+
+    Raises KernelError for a size that is not a number or above ``MAX_SIZE`` steps.
+    """
+    taken = components[:, quantizer.order] * np.float32(quantizer.per_step)
+    size = np.abs(taken)
+    if not np.all(size <= np.float32(MAX_SIZE)):
+        raise KernelError("a component is too large for this step, or not a number")
+    whole = np.maximum(np.trunc(size + quantizer.threshold[:, 1]).astype(np.int32), 1)
+    whole = np.where(size >= quantizer.threshold[:, 0], whole, 0)
+    value = np.where(taken < 0, -whole, whole)
+    escaped = whole > quantizer.reach
+    at = np.flatnonzero(escaped)
+    symbols = np.where(escaped, ESCAPE, value).astype(np.int8)
+    return symbols, Escapes(at.astype(np.int64), value.ravel()[at].astype(np.int32))
 
 
 def dequantize(symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTransform) -> NDArray[np.float32]:

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from cachegen_rag.codec import fit
 from cachegen_rag.codec.codec import Codec
 from cachegen_rag.codec.profile import Level, Profile, family
-from cachegen_rag.codec.transform import Transform
 from cachegen_rag.errors import ConfigError, ModelError
 from cachegen_rag.kernels import cpu
-from cachegen_rag.kernels.reference import Escapes, Rows
+from cachegen_rag.kernels.reference import Rows
 from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVModel
 from cachegen_rag.rope import RopeSpec, from_interleaved, rotate
@@ -257,14 +256,9 @@ def _with_layer(kv: KV, layer: int, kind: int, rows: NDArray[np.float32]) -> KV:
 
 def coded(profile: Profile, kv: KV, step: int) -> KV:
     """What ``kv`` becomes at a step, without going through bytes."""
-    transform = Transform(profile)
     keys, values = np.empty(kv.keys.shape, np.float32), np.empty(kv.values.shape, np.float32)
     nothing = np.zeros((len(kv), 0), np.float32)
-    for coder, (_, _, integers) in zip(transform.coders(step), fit.blocks_of(profile, [kv], step), strict=True):
-        wide = np.abs(integers) > 127
-        symbols = np.where(wide, -128, integers).astype(np.int8)
-        at = np.flatnonzero(wide)
-        escapes = Escapes(at.astype(np.int64), integers.ravel()[at])
+    for coder, _, symbols, escapes in fit.quantized(profile, [kv], step):
         arrays = [
             (values if c.is_value else keys)[c.layer][:, c.head : c.head + c.heads] for c in coder.transform.cells
         ]

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from cachegen_rag.bitstream import Bitstream, Section
 from cachegen_rag.codec.entropy import decode_stream, encode_stream, pack_integers, unpack_integers
 from cachegen_rag.codec.profile import Level, Profile
-from cachegen_rag.codec.quantize import quantize, to_symbols
 from cachegen_rag.codec.transform import BlockCoder, Transform
 from cachegen_rag.errors import CorruptBitstreamError, EncodeError, UnknownLevelError
-from cachegen_rag.kernels import cpu, reference
-from cachegen_rag.kernels.reference import ESCAPE, Escapes, Rows, SymbolModels
+from cachegen_rag.kernels import cpu
+from cachegen_rag.kernels import reference as reference_kernels
+from cachegen_rag.kernels.reference import ESCAPE, Escapes, KernelError, Rows, SymbolModels
 from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVTarget
 from cachegen_rag.rope import RopeSpec, cos_sin, from_interleaved, rotate
@@ -47,6 +47,7 @@ class Codec:
         self.fingerprint = profile.fingerprint if fingerprint is None else fingerprint
         self._sinks = profile.sinks if sinks else 0
         self._slow = reference
+        self._kernels: Any = reference_kernels if reference else cpu
         self._transform = Transform(profile)
         self.models = SymbolModels.of(profile.frequency)
         self._devices: dict[Any, Any] = {}
@@ -87,9 +88,6 @@ class Codec:
             raise EncodeError(f"the KV has shape {kv.shape}, the profile is for {self.profile.shape}")
         if not len(kv):
             raise EncodeError("there are no tokens to encode")
-        for name, array in (("keys", kv.keys), ("values", kv.values)):
-            if not np.isfinite(array).all():
-                raise EncodeError(f"the {name} contain NaN or infinity: the model's cache is damaged, compute it again")
         if chosen.exact:
             sections = [Section(SECTION_ROWS, _pack_rows(kv, np.arange(len(kv))))]
         else:
@@ -107,9 +105,9 @@ class Codec:
                                     + _pack_rows(kv, exact)))  # fmt: skip
         streams = []
         for index, coder in enumerate(self.coders(level.index)):
-            values = self.quantize_block(kv, index, coder)
-            values[exact] = 0
-            symbols, escaped = to_symbols(values, self._known(coder))
+            components = coder.components(kv)
+            components[exact] = 0
+            symbols, escaped = self._quantized(kv, components, coder)
             escapes.append(escaped.value)
             if symbols.shape[1]:
                 data = encode_stream(symbols, coder.columns, self.models, slow=self._slow)
@@ -119,17 +117,18 @@ class Codec:
             sections.append(Section(SECTION_ESCAPES, pack_integers(escaped_values)))
         return sections + streams
 
-    def quantize_block(self, kv: KV, index: int, coder: BlockCoder) -> NDArray[np.int32]:
-        """Integers int32 ``[tokens, columns]`` of a block, before entropy coding."""
-        components = self._transform.components(kv, index)
-        taken = components[:, np.maximum(coder.order, 0)]
-        taken[:, coder.order < 0] = 0
-        return quantize(taken, coder.step, self.profile.threshold[coder.classes])
-
-    def _known(self, coder: BlockCoder) -> NDArray[np.bool_]:
-        """Which symbols every model of a column has, ``[columns, 256]``: any context may be met."""
-        known: NDArray[np.bool_] = (self.profile.frequency.reshape(-1, 3, 256) > 0).all(axis=1)[coder.classes]
-        return known
+    def _quantized(
+        self, kv: KV, components: NDArray[np.float32], coder: BlockCoder
+    ) -> tuple[NDArray[np.int8], Escapes]:
+        try:
+            return self._kernels.quantize(components, coder.quantizer)
+        except KernelError:
+            # NaN and infinity of any channel reach every component, so only now is it worth a look at all of them.
+            _check_finite(kv)
+            raise EncodeError(
+                f"a component exceeds what this level can code ({reference_kernels.MAX_SIZE:.0f} steps of {coder.step:.3g}); "
+                "use a finer representation (level 0)"
+            ) from None
 
     def parse(self, data: bytes | memoryview, token_ids: Any = None) -> Bitstream:
         """Check a bitstream and that it belongs to this profile, model and text.
@@ -233,7 +232,6 @@ class Codec:
     def _fill_blocks(self, stream: Bitstream, target: KVTarget) -> None:
         coders, escaped = self.coders(stream.level), self.escapes(stream)
         cosine, sine = cos_sin(target.positions, target.rope)
-        kernels = reference if self._slow else cpu
         used = 0
         for index, coder in enumerate(coders):
             symbols = self._symbols(stream, index, coder)
@@ -246,7 +244,7 @@ class Codec:
                 (target.values if c.is_value else target.keys)[c.layer][:, c.head : c.head + c.heads]
                 for c in coder.transform.cells
             ]
-            kernels.reconstruct(
+            self._kernels.reconstruct(
                 symbols, escapes, coder.transform, Rows(arrays, cosine, sine, target.rope.layout == "half")
             )
         if used != len(escaped):
@@ -274,9 +272,16 @@ class Codec:
             target.values[layer][tokens] = values[layer]
 
 
+def _check_finite(kv: KV) -> None:
+    for name, array in (("keys", kv.keys), ("values", kv.values)):
+        if not np.isfinite(array).all():
+            raise EncodeError(f"the {name} contain NaN or infinity: the model's cache is damaged, compute it again")
+
+
 def _pack_rows(kv: KV, tokens: NDArray[np.int64]) -> bytes:
     with np.errstate(over="ignore"):
         keys, values = kv.keys[:, tokens].astype("<f2"), kv.values[:, tokens].astype("<f2")
     if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+        _check_finite(kv)
         raise EncodeError("a value is too large for fp16: this KV has no exact level")
     return keys.tobytes() + values.tobytes()

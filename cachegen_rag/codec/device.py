@@ -145,7 +145,7 @@ class DeviceDecoder:
         )
 
 
-def _row_offsets(first: KVTarget, target: KVTarget) -> NDArray[np.int64]:
+def _row_offsets(first: KVTarget, target: KVTarget) -> NDArray[np.int32]:
     """Elements from a row of ``first`` to the rows of ``target``, keys and values: the same in every layer."""
     out = []
     for a, b in ((first.keys, target.keys), (first.values, target.values)):
@@ -153,4 +153,7 @@ def _row_offsets(first: KVTarget, target: KVTarget) -> NDArray[np.int64]:
         if len(apart) > 1 or any(y.stride() != x.stride() or y.stride(-1) != 1 for x, y in zip(a, b, strict=True)):
             raise ValueError("targets that are decoded together must lie in the same memory")
         out.append(apart.pop() + np.arange(len(target.positions), dtype=np.int64) * a[0].stride(0))
-    return np.stack(out)
+    offsets = np.stack(out)
+    if len(offsets[0]) and np.abs(offsets).max() >= 1 << 31:
+        raise ValueError("targets that are decoded together must lie within 2^31 elements")
+    return offsets.astype(np.int32)

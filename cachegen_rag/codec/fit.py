@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from cachegen_rag.codec.entropy import frequencies
 from cachegen_rag.codec.profile import CLASSES, Block, Cell, Level, Profile
-from cachegen_rag.codec.transform import Transform
-from cachegen_rag.kernels.reference import CONTEXTS, context
+from cachegen_rag.codec.quantize import thresholds
+from cachegen_rag.codec.transform import BlockCoder, Transform
+from cachegen_rag.kernels import cpu
+from cachegen_rag.kernels.reference import CONTEXTS, ESCAPE, Escapes, context
 from cachegen_rag.kv import KV, KVShape
 
 Matrix = NDArray[np.float64]
@@ -150,39 +152,33 @@ def draft(shape: KVShape, fingerprint: bytes, sinks: int, blocks: tuple[Block, .
     )
 
 
-def blocks_of(
+def quantized(
     profile: Profile, samples: Sequence[KV], step: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32]]]:
-    """Per block and sample: classes of the columns, components in steps, and the integers they become."""
-    from cachegen_rag.codec.quantize import quantize
-
-    transform = Transform(profile)
-    for index, coder in enumerate(transform.coders(step)):
-        threshold = profile.threshold[coder.classes]
+) -> Iterator[tuple[BlockCoder, NDArray[np.float32], NDArray[np.int8], Escapes]]:
+    """Per block and sample: how it is coded, its columns in steps, and the symbols and escapes that they become."""
+    for coder in Transform(profile).coders(step):
         for kv in samples:
-            taken = transform.components(kv, index)[:, np.maximum(coder.order, 0)]
-            taken[:, coder.order < 0] = 0
-            yield coder.classes, taken / np.float32(coder.step), quantize(taken, coder.step, threshold)
+            components = coder.components(kv)
+            size = components[:, coder.quantizer.order] * np.float32(coder.quantizer.per_step)
+            yield (coder, size, *cpu.quantize(components, coder.quantizer))
 
 
 def fit_models(profile: Profile, samples: Sequence[KV], steps: Sequence[int]) -> Profile:
     """Symbol models and reconstruction points from what the samples become at these steps."""
-    from cachegen_rag.kernels.reference import Columns
-
     counts = np.zeros((CLASSES * CONTEXTS, 256))
     pulled, seen = np.zeros((CLASSES, 2)), np.zeros((CLASSES, 2))
     for step in steps:
-        for classes, size, values in blocks_of(profile, samples, step):
-            symbols = np.clip(values, -127, 127).astype(np.int8)
-            limits = profile.context[classes].astype(np.int32)
-            columns = Columns((CONTEXTS * classes).astype(np.int32), limits[:, 0], limits[:, 1])
-            model = columns.model + context(symbols, columns)
+        for coder, size, symbols, _ in quantized(profile, samples, step):
+            model = coder.columns.model + context(symbols, coder.columns)
             counts += np.bincount((model * 256 + symbols.view(np.uint8)).ravel(), minlength=counts.size).reshape(
                 counts.shape
             )
-            magnitude = np.abs(values)
-            for j, chosen in enumerate((magnitude == 1, magnitude > 1)):
-                pulled[:, j] += np.bincount(classes, ((magnitude - np.abs(size)) * chosen).sum(0), CLASSES)
-                seen[:, j] += np.bincount(classes, chosen.sum(0), CLASSES)
+            magnitude = np.abs(symbols.astype(np.int64))
+            for j, chosen in enumerate((magnitude == 1, (magnitude > 1) & (symbols != ESCAPE))):
+                pulled[:, j] += np.bincount(coder.classes, ((magnitude - np.abs(size)) * chosen).sum(0), CLASSES)
+                seen[:, j] += np.bincount(coder.classes, chosen.sum(0), CLASSES)
     shrink = np.clip((pulled + 20 * profile.shrink) / (seen + 20), -0.45, 0.45).astype(np.float32)
-    return replace(profile, frequency=frequencies(counts.reshape(CLASSES, CONTEXTS, 256)), shrink=shrink, _bytes=None)
+    by_class = counts.reshape(CLASSES, CONTEXTS, 256)
+    frequency = frequencies(by_class)
+    threshold = thresholds(by_class, frequency, shrink)
+    return replace(profile, frequency=frequency, shrink=shrink, threshold=threshold, _bytes=None)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.codec.profile import CLASS_OF_ONE_STEP, CLASSES, Block, Profile
-from cachegen_rag.kernels.reference import CONTEXTS, GROUP, BlockTransform, CellTransform, Columns
+from cachegen_rag.errors import ProfileError
+from cachegen_rag.kernels.reference import CONTEXTS, GROUP, BlockTransform, CellTransform, Columns, Quantizer
 from cachegen_rag.kv import KV
 
 
@@ -30,15 +31,36 @@ def _padded(matrix: NDArray[np.float32], multiple: int = 16) -> NDArray[np.float
 class BlockCoder:
     """A block of a profile at one step size, ready to use: ``columns`` of symbols and the way back to channels.
 
-    order : which component each column codes, by decreasing scale; -1 for a padding column.
+    classes : the symbol model class of every column. forward : from a cell's channels to the coefficients that are
+    coded, ``[channels, joint + own]`` and an offset to subtract from the product; joint_forward : the joint part's.
     """
 
     block: Block
-    order: NDArray[np.int64]
     classes: NDArray[np.int64]
     columns: Columns
+    quantizer: Quantizer
     transform: BlockTransform
+    forward: tuple[tuple[NDArray[np.float32], NDArray[np.float32]], ...]
+    joint_forward: NDArray[np.float32]
     step: float
+
+    def components(self, kv: KV) -> NDArray[np.float32]:
+        """The coefficients to be coded, float32 ``[tokens, coefficients]``, in the order of ``transform.place``."""
+        n, joint, at = len(kv), self.block.joint, self.transform.active
+        out = np.empty((n, self.transform.coefficients), np.float32)
+        out[:, -1] = 0
+        top = np.empty((n, len(self.block.cells) * joint), np.float32)
+        for i, (cell, (matrix, offset)) in enumerate(zip(self.block.cells, self.forward, strict=True)):
+            source = kv.values if cell.is_value else kv.keys
+            x = source[cell.layer, :, cell.head : cell.head + cell.heads].reshape(n, cell.channels)
+            with np.errstate(invalid="ignore"):
+                y = x.astype(np.float32) @ matrix - offset
+            top[:, i * joint : (i + 1) * joint] = y[:, :joint]
+            out[:, at : at + y.shape[1] - joint] = y[:, joint:]
+            at += y.shape[1] - joint
+        with np.errstate(invalid="ignore"):  # NaN and infinity are found, and refused, when sizes are checked
+            out[:, : self.transform.active] = top @ self.joint_forward
+        return out
 
 
 class Transform:
@@ -65,17 +87,16 @@ class Transform:
 
         return [(inverse(b.joint_matrix), [inverse(c.matrix) for c in b.cells]) for b in self.profile.blocks]
 
-    def components(self, kv: KV, index: int) -> NDArray[np.float32]:
-        """Components float32 ``[tokens, components]`` of block ``index``, in the order of ``Block.scale``."""
-        block, (joint_inverse, inverses) = self.profile.blocks[index], self._forward[index]
-        joint, own = [], []
-        for cell, inverse in zip(block.cells, inverses, strict=True):
-            source = kv.values if cell.is_value else kv.keys
-            x = source[cell.layer, :, cell.head : cell.head + cell.heads].reshape(len(kv), cell.channels)
-            y = (x.astype(np.float32) - cell.mean) @ inverse
-            joint.append(y[:, : block.joint])
-            own.append(y[:, block.joint :])
-        return np.concatenate([np.concatenate(joint, axis=1) @ joint_inverse, *own], axis=1)
+    @cached_property
+    def _reach(self) -> NDArray[np.int32]:
+        """Per class the largest magnitude for which, and below which, every context has both symbols."""
+        has = (self.profile.frequency.reshape(CLASSES, CONTEXTS, 256) > 0).all(axis=1)
+        sizes = np.arange(128)
+        both = has[:, sizes] & has[:, -sizes & 0xFF]
+        reach: NDArray[np.int32] = (np.argmin(np.pad(both, ((0, 0), (0, 1))), axis=1) - 1).astype(np.int32)
+        if np.any(reach < 0):
+            raise ProfileError("a symbol model lacks the symbol 0")
+        return reach
 
     def coders(self, step: int) -> tuple[BlockCoder, ...]:
         """One coder a block for a step of ``2 ** (step / 4)``."""
@@ -122,4 +143,18 @@ class Transform:
             np.ascontiguousarray(context[:, 0]),
             np.ascontiguousarray(context[:, 1]),
         )
-        return BlockCoder(block, order, column_class, columns, transform, float(size))
+        joint_inverse, inverses = self._forward[index]
+        forward = []
+        for cell, inverse, own in zip(block.cells, inverses, taken[1:], strict=True):
+            matrix = np.ascontiguousarray(inverse[:, : block.joint + own])
+            forward.append((matrix, (cell.mean.astype(np.float64) @ matrix).astype(np.float32)))
+        quantizer = Quantizer(
+            transform.place,
+            float(np.float32(1 / size)),
+            np.ascontiguousarray(profile.threshold[column_class], np.float32),
+            self._reach[column_class],
+        )
+        joint_forward = np.ascontiguousarray(joint_inverse[:, : taken[0]])
+        return BlockCoder(
+            block, column_class, columns, quantizer, transform, tuple(forward), joint_forward, float(size)
+        )
