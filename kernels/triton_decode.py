@@ -23,7 +23,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from cachegen_rag.kernels.reference import ESCAPE, GROUP, LANES, LOW, PROB_BITS, KernelError
-from cachegen_rag.kernels.triton_tables import LevelTables
+from cachegen_rag.kernels.triton_tables import ALIGN, LevelTables
 
 _TRUNCATED, _INCONSISTENT = 1, 2
 _STATE_WORDS = 2 * LANES
@@ -122,14 +122,14 @@ def _decode_kernel(
 def _coefficient_kernel(
     symbols, escapes_before, counts, chunks, row_chunk, blocks, shrink, step, place, values, z,
     n_rows, n_blocks, n_columns, n_coefficients, BLOCKS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    ESC: tl.constexpr,
+    G: tl.constexpr, ESC: tl.constexpr,
 ):  # fmt: skip
     """Symbols to coefficients: program (row tile, block). chunks int64 ``[n, 2]``: first escape, escapes."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     block = tl.program_id(1)
     live = row < n_rows
-    first = tl.load(blocks + 2 * block)
-    width = tl.load(blocks + 2 * block + 1)
+    first = tl.multiple_of(tl.load(blocks + 2 * block), G)
+    width = tl.multiple_of(tl.load(blocks + 2 * block + 1), G)
     chunk = tl.load(row_chunk + row, mask=live, other=0)
     # Escapes of this row begin behind those of the chunk's earlier blocks and of the stream's earlier rows.
     earlier = tl.arange(0, BLOCKS)[None, :]
@@ -167,22 +167,6 @@ def _coefficient_kernel(
 
 
 @triton.jit
-def _product(
-    acc0, acc1, z_row, stride, rows, weights, k, live, P: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Add ``z[rows, k] @ weights[k, 2, P]`` to the accumulators of a head's even and odd channels."""
-    z_row, weights = tl.multiple_of(z_row, 16), tl.multiple_of(weights, 16)
-    k = tl.multiple_of(k, 16)
-    for start in range(0, k, K):
-        i = start + tl.arange(0, K)
-        a = tl.load(z_row + rows[:, None] * stride + i[None, :], mask=live[:, None] & (i[None, :] < k), other=0.0)
-        b = weights + i[:, None] * (2 * P) + tl.arange(0, P)[None, :]
-        acc0 = tl.dot(a, tl.load(b, mask=i[:, None] < k, other=0.0), acc0, input_precision=PRECISION)
-        acc1 = tl.dot(a, tl.load(b + P, mask=i[:, None] < k, other=0.0), acc1, input_precision=PRECISION)
-    return acc0, acc1
-
-
-@triton.jit
 def _row_kernel(
     z, heads, weights, mean, cosine, sine, targets, row_at, out, n_rows, n_coefficients,
     PAIRS: tl.constexpr, HALVES: tl.constexpr, R: tl.constexpr,
@@ -191,28 +175,34 @@ def _row_kernel(
     """Coefficients to rows: program (head, row tile), a head being one of a layer's keys or values.
 
     heads int64 ``[n, 8]``: z's column and number of the joint part, the same of the own part, index of the weights,
-    index of the mean, channels, whether keys. targets int64 ``[n]``: where a head is in ``out``, elements; row_at int64
+    index of the mean, channels, whether keys. targets int64 ``[n]``: where a head is in ``out``, elements; row_at int32
     ``[2, rows]``: where each row is from there, for keys and for values.
     """
     d = heads + tl.program_id(0) * 8
-    joint_at, joint = tl.load(d), tl.load(d + 1).to(tl.int32)
-    own_at, own = tl.load(d + 2), tl.load(d + 3).to(tl.int32)
+    joint_at, joint = tl.load(d).to(tl.int32), tl.load(d + 1).to(tl.int32)
+    own_at, own = tl.load(d + 2).to(tl.int32), tl.load(d + 3).to(tl.int32)
     w, mean_at = tl.load(d + 4), tl.load(d + 5)
-    dim, is_key = tl.load(d + 6).to(tl.int32), tl.load(d + 7)
+    dim, is_key = tl.load(d + 6).to(tl.int32), tl.load(d + 7).to(tl.int32)
     row = tl.program_id(1) * R + tl.arange(0, R)
     live = row < n_rows
     pair = tl.arange(0, P)
     even = tl.zeros([R, P], tl.float32) + tl.load(mean + mean_at + pair)[None, :]
     odd = tl.zeros([R, P], tl.float32) + tl.load(mean + mean_at + P + pair)[None, :]
-    # Offsets within a tile are small: 32 bits.
-    tile = z + (tl.program_id(1) * R).to(tl.int64) * n_coefficients
-    lines = tl.arange(0, R)
-    even, odd = _product(
-        even, odd, tile + joint_at, n_coefficients, lines, weights + w, joint, live, P, K, PRECISION
-    )  # fmt: skip
-    even, odd = _product(
-        even, odd, tile + own_at, n_coefficients, lines, weights + w + joint * (2 * P), own, live, P, K, PRECISION
-    )  # fmt: skip
+    # Offsets within a tile are small: 32 bits. Parts begin and end at multiples of K, rows are padded to R.
+    deep = tl.arange(0, K)
+    a = (
+        z
+        + (tl.program_id(1) * R).to(tl.int64) * n_coefficients
+        + tl.arange(0, R)[:, None] * n_coefficients
+        + deep[None, :]
+    )
+    b = weights + tl.multiple_of(w, 16) + deep[:, None] * (2 * P) + pair[None, :]
+    for k in range(0, joint + own, K):
+        at = tl.multiple_of(tl.where(k < joint, joint_at + k, own_at + k - joint), K)
+        coefficients = tl.load(a + at)
+        even = tl.dot(coefficients, tl.load(b), even, input_precision=PRECISION)
+        odd = tl.dot(coefficients, tl.load(b + P), odd, input_precision=PRECISION)
+        b += K * 2 * P
     # Keys: even and odd channels. Values: the lower and the upper half.
     second_at = tl.where(is_key > 0, 1, (dim + 1) // 2)
     first = tl.where(is_key > 0, 2 * pair, pair)
@@ -221,7 +211,7 @@ def _row_kernel(
     if PAIRS > 0:
         # Values are turned by nothing: their angles are not loaded.
         on = live[:, None] & (pair < PAIRS * is_key)[None, :]
-        angle = row[:, None].to(tl.int64) * PAIRS + pair[None, :]
+        angle = row[:, None] * PAIRS + pair[None, :]
         cos = tl.load(cosine + angle, mask=on, other=1.0)
         sin = tl.load(sine + angle, mask=on, other=0.0)
         even, odd = even * cos - odd * sin, even * sin + odd * cos
@@ -259,7 +249,7 @@ class Targets:
     """Where the rows of all chunks go.
 
     keys, values : per layer the engine's tensor ``[..., kv_heads, dim]`` of the first chunk, any strides, channels
-        contiguous. row_at : int64 ``[2, rows]``, elements from there for keys and for values.
+        contiguous. row_at : int32 ``[2, rows]``, elements from there for keys and for values.
     cosine, sine : float32 ``[rows, pairs]``. halves : pairs are ``(i, i + pairs)`` in the output.
     """
 
@@ -312,13 +302,14 @@ class Batch:
         return Decoded(symbols, before, counts, status, self._expected)
 
     def coefficients(self, decoded: Decoded) -> torch.Tensor:
-        """Float32 ``[rows, coefficients]``."""
+        """Float32 ``[rows, coefficients]``, rows padded to whole tiles; padding is 0."""
         t = self.tables
-        z = torch.zeros(self.rows, t.coefficients, dtype=torch.float32, device=t.device)
+        padded = self.rows + -self.rows % ROW_TILE
+        z = torch.zeros(padded, t.coefficients, dtype=torch.float32, device=t.device)
         _coefficient_kernel[(triton.cdiv(self.rows, COEFFICIENT_ROWS), t.n_blocks)](
             decoded.symbols, decoded.before, decoded.counts, self.escapes, self.row_chunk, t.blocks, t.shrink, t.step,
             t.place, self.values, z, self.rows, t.n_blocks, t.n_columns, t.coefficients,
-            BLOCKS=triton.next_power_of_2(t.n_blocks), R=COEFFICIENT_ROWS, C=COEFFICIENT_COLUMNS, ESC=ESCAPE,
+            BLOCKS=triton.next_power_of_2(t.n_blocks), R=COEFFICIENT_ROWS, C=COEFFICIENT_COLUMNS, G=GROUP, ESC=ESCAPE,
         )  # fmt: skip
         return z
 
@@ -365,8 +356,9 @@ class Decoded:
 
 def row_options(half: int) -> dict[str, Any]:
     """Tile sizes of the inverse transform for heads of ``2 * half`` channels: at most 100 KB of shared memory."""
-    deep = half <= 64
-    return {"R": ROW_TILE, "P": half, "K": 32, "PRECISION": "tf32", "num_warps": 4, "num_stages": 3 if deep else 2}
+    wide = half > 64
+    launch = {"num_warps": 8, "num_stages": 2} if wide else {"num_warps": 4, "num_stages": 3}
+    return {"R": ROW_TILE, "P": half, "K": ALIGN, "PRECISION": "tf32", **launch}
 
 
 def _elements(targets: Targets, where: tuple[int, bool, int], out: torch.Tensor) -> int:
@@ -387,10 +379,10 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
     constants = {"G": GROUP, "PROB": PROB_BITS, "LOWEST": LOW, "ESC": ESCAPE}
     constants |= {"TRUNCATED": _TRUNCATED, "INCONSISTENT": _INCONSISTENT, "S": 1}
     rows = {"z": "*fp32", "heads": "*i64", "weights": "*fp32", "mean": "*fp32", "cosine": "*fp32", "sine": "*fp32"}
-    rows |= {"targets": "*i64", "row_at": "*i64", "n_rows": "i32", "n_coefficients": "i32"}
+    rows |= {"targets": "*i64", "row_at": "*i32", "n_rows": "i32", "n_coefficients": "i32"}
     coefficient = {"symbols": "*i8", "chunks": "*i64", "shrink": "*fp32", "step": "*fp32", "z": "*fp32", **i32}
     coefficient |= dict.fromkeys(("escapes_before", "counts", "row_chunk", "blocks", "place", "values"), "*i32")
-    tile = {"R": COEFFICIENT_ROWS, "C": COEFFICIENT_COLUMNS, "ESC": ESCAPE}
+    tile = {"R": COEFFICIENT_ROWS, "C": COEFFICIENT_COLUMNS, "G": GROUP, "ESC": ESCAPE}
     out = [
         ("", _decode_kernel, _ordered(_decode_kernel, decode), constants, {"num_warps": 1}),
         *((f"{n} blocks", _coefficient_kernel, _ordered(_coefficient_kernel, coefficient), {**tile, "BLOCKS": n}, {})

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from cachegen_rag.kernels.reference import BlockTransform, Columns, KernelError, SymbolModels
 
-ALIGN = 16
-"""Coefficients of a part (a block's joint ones, a cell's own) begin at, and are padded to, a multiple of this, so that
-they are read as whole vectors; padding has weight 0."""
+ALIGN = 32
+"""Coefficients of a part (a block's joint ones, a cell's own) begin at, and are padded to, a multiple of this, the
+depth of one step of the inverse transform: no step straddles two parts, none needs a mask. Padding has weight 0."""
 
 
 @dataclass(frozen=True, eq=False)
