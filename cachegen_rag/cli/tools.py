@@ -24,6 +24,7 @@ from cachegen_rag.cli.app import (
     err,
     out,
     print_json,
+    progress_bar,
     settings_from,
     size,
     table,
@@ -62,7 +63,6 @@ def calibrate(
     texts: Annotated[
         list[Path] | None, typer.Argument(help="Text like yours. [default: this project's documentation]")
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=256, help="Tokens of KV to learn from.")] = 8192,
     model: ModelFile = None,
     n_ctx: ContextTokens = None,
     threads: Threads = None,
@@ -77,8 +77,15 @@ def calibrate(
         raise ConfigError("no text was found to calibrate with")
     engine = open_model(settings_from(config, model=model, n_ctx=n_ctx, threads=threads))
     try:
-        profile = learn(engine, [p.text for p in passages], max_tokens=tokens)
-        data = profile.to_bytes()
+        with progress_bar(quiet=as_json) as bar:
+            tasks: dict[str, Any] = {}
+
+            def progress(what: str, done: int, total: int) -> None:
+                if what not in tasks:
+                    tasks[what] = bar.add_task(what, rate="")
+                bar.update(tasks[what], completed=done, total=total)
+
+            data = learn(engine, [p.text for p in passages], progress=progress).to_bytes()
     finally:
         engine.close()
     output.write_bytes(data)
