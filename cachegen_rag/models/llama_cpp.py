@@ -302,6 +302,7 @@ class KeptRuns:
     def __init__(self, room: int) -> None:
         self.room = room
         self._runs: OrderedDict[int, list[int]] = OrderedDict()  # sequence -> token ids
+        self._scattered = False
 
     def save(self, context: NativeContext, ids: list[int]) -> bool:
         """Keep the prompt's leading run ``ids``; False if it is empty or too long."""
@@ -318,7 +319,23 @@ class KeptRuns:
         sequence = next(s for s in range(FIRST_KEPT, FIRST_KEPT + KEPT_RUNS) if s not in self._runs)
         context.copy(MAIN, sequence, 0, len(ids))
         self._runs[sequence] = ids
+        self._scattered = True
         return True
+
+    def settle(self, context: NativeContext) -> None:
+        """Move the runs to the cache's first cells, when no other sequence is left in it.
+
+        llama.cpp attends to all cells up to the last one in use, masked or not: a run left behind a long document
+        would slow down every later prompt. The rows are restored as they were read.
+        """
+        if not self._scattered:
+            return
+        self._scattered = False
+        states = {sequence: context.get_sequence(sequence) for sequence in self._runs}
+        context.clear(rows=False)
+        for sequence, state in states.items():
+            if not context.set_sequence(sequence, state):
+                del self._runs[sequence]
 
     def restore(self, context: NativeContext, ids: Sequence[int]) -> int:
         """Begin the (empty) prompt with the longest kept run that ``ids`` begins with; its length."""

@@ -278,9 +278,9 @@ class NativeContext:
         """The last position of a sequence; -1 when it is empty."""
         return int(self.lib.llama_memory_seq_pos_max(self.memory, sequence))
 
-    def clear(self) -> None:
-        """Empty every sequence and zero the rows, so that nothing of them can be read again."""
-        self.lib.llama_memory_clear(self.memory, True)
+    def clear(self, *, rows: bool = True) -> None:
+        """Empty every sequence; ``rows`` zeroes the rows too, so that nothing of them can be read again."""
+        self.lib.llama_memory_clear(self.memory, rows)
 
     def free(self) -> None:
         if self.pointer:

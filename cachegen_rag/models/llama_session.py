@@ -312,3 +312,4 @@ class LlamaSession:
         else:
             for sequence in (MAIN, LIBRARY, SCRATCH):
                 self._context.remove(sequence)
+            self._model.kept.settle(self._context)

@@ -21,7 +21,7 @@ from cachegen_rag.errors import (
 )
 from cachegen_rag.models.base import Sampling
 from cachegen_rag.models.llama_cpp import LlamaCppModel
-from cachegen_rag.models.llama_native import SCRATCH
+from cachegen_rag.models.llama_native import FIRST_KEPT, SCRATCH, NativeContext
 
 both = pytest.mark.parametrize(
     "model", ["tiny_model", pytest.param("real_model", marks=pytest.mark.real)], indirect=True
@@ -483,3 +483,33 @@ def test_cancelled_during_a_long_prefill(real_model: Any) -> None:
         session.cancelled = None
         assert session.length == len(prefix)
         np.testing.assert_array_equal(session.decode([5, 6], logits=True), expected)
+
+
+def test_kept_runs_move_to_the_first_cells(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run kept behind a long document must not make every later prompt attend to the document's empty cells."""
+    restored: list[int] = []
+    original = NativeContext.set_sequence
+    monkeypatch.setattr(NativeContext, "set_sequence", lambda s, n, d: restored.append(n) or original(s, n, d))
+    with LlamaCppModel(tiny_gguf, n_ctx=1024, n_threads=1) as model:
+        prefix, question = model.tokenize(TEXT), [9, 8]
+        kv = export(model, prefix, model.tokenize(TEXT * 30))
+        with model.session() as session:
+            target = session.stage(kv.positions + np.int32(len(prefix)))
+            fill(target, kv)
+            session.commit(target)
+            session.decode(prefix)
+            assert session.keep()
+            expected = session.decode(question, logits=True)
+        assert restored[-2:] == [SCRATCH, FIRST_KEPT]
+        kept = model.context.get_sequence(FIRST_KEPT)
+        with model.session() as session:
+            assert session.reuse(prefix) == len(prefix)
+            np.testing.assert_allclose(session.decode(question, logits=True), expected, atol=2e-2)
+            session.decode([1] * 500)
+            session.truncate(0)
+        assert model.context.get_sequence(FIRST_KEPT).tobytes() == kept.tobytes()
+        count = len(restored)
+        with model.session() as session:
+            assert session.reuse(prefix) == len(prefix)
+            assert session.keep(len(prefix))
+        assert len(restored) == count  # nothing new was kept, so nothing moves
