@@ -177,7 +177,7 @@ def best_runs(
     if budget <= 0 or not len(weights) or not weights.max() > 0:
         return []
     if budget >= len(weights):
-        edges = [0, *breaks, len(weights)]
+        edges = [0, *(n for n in breaks if 0 < n < len(weights)), len(weights)]
         return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
     low, high = 0.0, float(weights.max()) * 1.001
     best: list[Range] = []

@@ -24,7 +24,15 @@ from cachegen_rag.errors import ConfigError, ContextOverflowError
 from cachegen_rag.fingerprint import canonical_bytes
 from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVModel, Session
-from cachegen_rag.prompt import Document, Message, Tokenizer, build_prompt, plain_prompt, with_documents
+from cachegen_rag.prompt import (
+    DEFAULT_SEPARATOR,
+    Document,
+    Message,
+    Tokenizer,
+    build_prompt,
+    plain_prompt,
+    with_documents,
+)
 
 CONTEXTS = 3
 """How many contexts a document's KV is averaged over."""
@@ -53,8 +61,16 @@ class WarmContext:
     n_ctx: int
 
     @staticmethod
-    def for_model(model: KVModel, *, contexts: int = CONTEXTS, passages_each: int = PASSAGES) -> WarmContext:
+    def for_model(
+        model: KVModel,
+        *,
+        contexts: int = CONTEXTS,
+        passages_each: int = PASSAGES,
+        separator: str = DEFAULT_SEPARATOR,
+    ) -> WarmContext:
         """The canonical contexts of ``model``. ``contexts=0``: documents are computed behind a BOS alone.
+
+        separator : what stands before each passage, and before the document that is computed.
 
         Raises
         ------
@@ -68,7 +84,9 @@ class WarmContext:
                 f"{len(texts)} are shipped"
             )
         groups = [texts[n * passages_each : (n + 1) * passages_each] for n in range(contexts)]
-        ids = tuple(context_ids(model, group) for group in groups) or (() if model.bos_id is None else (model.bos_id,),)
+        ids = tuple(context_ids(model, group, separator) for group in groups) or (
+            () if model.bos_id is None else (model.bos_id,),
+        )
         return WarmContext(ids, model.n_ctx)
 
     @property
@@ -131,13 +149,13 @@ class WarmContext:
             session.keep()
 
 
-def context_ids(model: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
+def context_ids(model: Tokenizer, texts: Sequence[str], separator: str = DEFAULT_SEPARATOR) -> tuple[int, ...]:
     """A prompt of these documents in the model's chat template, up to where one more document would begin."""
     documents = [Document(text) for text in [*texts, "next"]]
     try:
-        prompt = build_prompt(model, with_documents([Message.of("user", _INSTRUCTION)], documents))
+        prompt = build_prompt(model, with_documents([Message.of("user", _INSTRUCTION)], documents, separator))
     except ConfigError:  # the template refuses so plain a chat: what matters is the text
-        prompt = plain_prompt(model, [part for d in documents for part in ("\n\n", d)])
+        prompt = plain_prompt(model, [part for d in documents for part in (separator, d)])
     return tuple(prompt.token_ids[: prompt.offsets[prompt.documents[-1]]])
 
 

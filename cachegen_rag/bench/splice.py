@@ -34,10 +34,13 @@ from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVModel, Sampling
 from cachegen_rag.models.demo import small_model_path
 from cachegen_rag.models.llama_cpp import LlamaCppModel
-from cachegen_rag.prompt import DEFAULT_SEPARATOR, Document, Message, Prompt, build_prompt, with_documents
+from cachegen_rag.prompt import Document, Message, Prompt, build_prompt, with_documents
 from cachegen_rag.recompute import Method, Nothing, method
 from cachegen_rag.trial import Fill, Outcome, Reference, Trial, joined, place
 from cachegen_rag.warm import WarmContext, passages
+
+SEPARATOR = "\n\nPassage:\n\n"
+"""Six tokens: a separator as applications have them, in the prompts and in the warm context."""
 
 SYSTEM = "You answer questions from the documents that you are given, as briefly as you can."
 BUDGETS = (0.05, 0.08, 0.10, 0.15, 0.30)
@@ -83,6 +86,7 @@ def run(
     skip: int = 0,
     documents: int = 6,
     document_tokens: int = 200,
+    separator: str = SEPARATOR,
     methods: Sequence[str] = METHODS,
     budgets: Sequence[float] = BUDGETS,
     weights: str = "f32",
@@ -96,6 +100,7 @@ def run(
     as fast as Q8_0 here and free of the noise of rounded activations; ``as is`` leaves the file alone).
     data : a JSON list of ``{question, answers, ctxs: [{text}]}`` (MuSiQue); by default the questions shipped.
     questions, skip : how many questions, after leaving out so many. documents, document_tokens : of each prompt.
+    separator : text before each document, in the prompt and in the warm context.
     methods, budgets : of the recompute. coded : also measure with the codec's default level.
     threads : of the engine. seed : of the order in which the rows of a question are measured.
     """
@@ -112,7 +117,7 @@ def run(
                 (shipped_profile(LlamaCppModel(source).fingerprint) or calibrate(engine, passages())) if coded else None
             )
             codec = Codec(profile) if profile is not None else None
-            bench = Bench(engine, codec, document_tokens)
+            bench = Bench(engine, codec, document_tokens, separator)
             cases = list(all_cases(methods, budgets, coded))
             for number, question in enumerate(asked):
                 order = np.random.default_rng([seed, number]).permutation(len(cases))
@@ -165,12 +170,12 @@ def all_cases(methods: Sequence[str], budgets: Sequence[float], coded: bool) -> 
 class Bench:
     """Measures the rows of one question after another on one engine."""
 
-    def __init__(self, engine: KVModel, codec: Codec | None, document_tokens: int) -> None:
+    def __init__(self, engine: KVModel, codec: Codec | None, document_tokens: int, separator: str) -> None:
         self._engine, self._codec, self._document_tokens = engine, codec, document_tokens
-        self._separator = engine.tokenize(DEFAULT_SEPARATOR)
-        warm = WarmContext.for_model(engine)
+        self._separator, self._separator_ids = separator, engine.tokenize(separator)
+        warm = WarmContext.for_model(engine, separator=separator)
         # Behind a context without its last separator, a document and its separator can be computed together.
-        self._warm = replace(warm, contexts=tuple(c[: -len(self._separator)] for c in warm.contexts))
+        self._warm = replace(warm, contexts=tuple(c[: -len(self._separator_ids)] for c in warm.contexts))
         self._text: list[dict[str, Any]] = []
 
     def measure(
@@ -193,13 +198,13 @@ class Bench:
 
     def _trial(self, question: Question, texts: Sequence[str]) -> Trial:
         messages = [Message.of("system", SYSTEM), Message.of("user", f"Question: {question.text}")]
-        marked = with_documents(messages, [Document(text) for text in texts])
+        marked = with_documents(messages, [Document(text) for text in texts], self._separator)
         prompt = build_prompt(self._engine, marked, max_document_tokens=self._document_tokens)
         return Trial(prompt, tuple(self._engine.tokenize(question.answers[0])))
 
     def _warm_kv(self, texts: Sequence[str]) -> list[KV]:
         """Separator and document of each text, in the warm context."""
-        chunks = [self._separator + self._engine.tokenize(text)[: self._document_tokens] for text in texts]
+        chunks = [self._separator_ids + self._engine.tokenize(text)[: self._document_tokens] for text in texts]
         with self._engine.session() as session:
             return list(self._warm.compute_many(session, chunks))
 

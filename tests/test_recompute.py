@@ -1,0 +1,191 @@
+"""Recompute selection: budgets are kept, the best runs are found, the question's attention is computed right."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachegen_rag.errors import ConfigError
+from cachegen_rag.prompt import Document as Doc
+from cachegen_rag.prompt import Prompt, Segment, plain_prompt
+from cachegen_rag.recompute import (
+    METHODS,
+    Heads,
+    QueryAware,
+    Recompute,
+    Scene,
+    _runs_at,
+    attention,
+    best_runs,
+    look,
+    method,
+    rewind,
+)
+from cachegen_rag.rope import RopeSpec, rotate
+from cachegen_rag.splice import between, execute, plan
+from cachegen_rag.trial import place
+
+
+def prompt_of(*lengths: int) -> Prompt:
+    kinds = ("text", "document")
+    return Prompt(tuple(Segment(kinds[n % 2], tuple(range(length))) for n, length in enumerate(lengths)))
+
+
+weights = st.lists(st.integers(0, 9), min_size=1, max_size=9)
+
+
+@settings(max_examples=60)
+@given(weights, st.integers(1, 12), st.integers(0, 3), st.sets(st.integers(1, 8)))
+def test_runs_at_a_price_are_the_best_there_are(values, price, opening, breaks):
+    array, price, opening = np.array(values) / 2.0, price / 3.0, price / 3.0 * opening
+
+    def runs_of(chosen):
+        out = []
+        for n, on in enumerate(chosen):
+            if on and out and out[-1][1] == n and n not in breaks:
+                out[-1] = (out[-1][0], n + 1)
+            elif on:
+                out.append((n, n + 1))
+        return out
+
+    def worth(runs):
+        return sum(array[a:b].sum() - price * (b - a) - opening for a, b in runs)
+
+    best = max(worth(runs_of(chosen)) for chosen in itertools.product((0, 1), repeat=len(values)))
+    assert worth(_runs_at(array, price, opening, breaks)) == pytest.approx(best)
+
+
+@given(st.lists(st.floats(0, 1, width=32), max_size=60), st.integers(0, 70), st.sampled_from([0.0, 1.0, 4.0]))
+def test_runs_keep_the_budget_and_do_not_overlap(values, budget, call_cost):
+    runs = best_runs(np.array(values, np.float32), budget, call_cost, [5, 20])
+    rows = [r for a, b in runs for r in range(a, b)]
+    assert len(rows) <= budget and len(set(rows)) == len(rows) and rows == sorted(rows)
+    assert all(0 <= a < b <= len(values) for a, b in runs)
+
+
+def test_free_calls_give_the_single_best_rows_and_dear_ones_give_runs():
+    values = np.random.default_rng(0).random(400).astype(np.float32) ** 6
+    singles = {r for a, b in best_runs(values, 40, 0.0) for r in range(a, b)}
+    assert singles == set(np.argsort(values)[-40:].tolist())
+    assert len(best_runs(values, 40, 8.0)) < len(best_runs(values, 40, 2.0)) < len(best_runs(values, 40, 0.0))
+
+
+@pytest.mark.parametrize("values", [[], [0.0, 0.0], [float("nan")] * 3], ids=str)
+def test_nothing_to_choose_from(values):
+    assert best_runs(np.array(values, np.float32), 5) == []
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(0, 15), min_size=3, max_size=7).map(lambda x: x if len(x) % 2 else [*x, 3]),
+    st.sampled_from(sorted(METHODS)),
+    st.integers(0, 80),
+    st.integers(0, 2**31),
+)
+def test_every_method_keeps_the_budget(lengths, name, budget, seed):
+    prompt = prompt_of(*lengths)
+    scores = np.random.default_rng(seed).random(len(prompt)).astype(np.float32)
+    spliced = tuple(i for i in prompt.documents if len(prompt.segments[i]))
+    chosen = method(name).choose(Scene(prompt, spliced, budget, scores, scores))
+    rows = [(i, r) for i, ranges in chosen.items() for a, b in ranges for r in range(a, b)]
+    assert len(set(rows)) == len(rows) <= budget
+    assert all(i in spliced and 0 <= r < len(prompt.segments[i]) for i, r in rows)
+    if name == "none":
+        assert not rows
+
+
+def test_query_aware_takes_what_the_question_looks_at():
+    prompt = prompt_of(2, 10, 2, 10, 3)
+    scores = np.zeros(len(prompt), np.float32)
+    scores[14 + 4 : 14 + 8] = 1.0
+    assert QueryAware().choose(Scene(prompt, (1, 3), 4, scores)) == {3: [(4, 8)]}
+    with_heads = QueryAware(heads=2).choose(Scene(prompt, (1, 3), 8, scores))
+    assert with_heads == {1: [(0, 2)], 3: [(0, 2), (4, 8)]}
+    assert Heads().choose(Scene(prompt, (1, 3), 9)) == {1: [(0, 4)], 3: [(0, 4)]}
+
+
+def test_methods_that_lack_what_they_need_say_so():
+    scene = Scene(prompt_of(1, 5, 1), (1,), 2)
+    for name, match in (("query", "scores"), ("deviation", "deviation")):
+        with pytest.raises(ConfigError, match=match):
+            method(name).choose(scene)
+    with pytest.raises(ConfigError, match="choose one of none, heads"):
+        method("best")
+
+
+def test_budgets():
+    prompt = prompt_of(10, 100, 2, 100, 20)
+    steps = plan(prompt, prompt.documents)
+    assert Recompute(Heads(), 0.15).tokens(prompt, steps) == 30
+    auto = Recompute(Heads(), "auto")
+    assert auto.tokens(prompt, steps) == 30
+    # 32 tokens are decoded anyway; 1 s at 70 tokens a second leaves 38
+    assert auto.tokens(prompt, steps, target_s=1.0, tokens_per_s=70) == 38
+    assert auto.tokens(prompt, steps, target_s=1.0, tokens_per_s=20) == 0
+    assert auto.tokens(prompt, steps, target_s=9.0, tokens_per_s=70) == 60
+    # looking at the question costs the question
+    assert Recompute(QueryAware(), "auto").tokens(prompt, steps, target_s=1.0, tokens_per_s=70) == 18
+    with pytest.raises(ConfigError, match="fraction"):
+        Recompute(Heads(), 1.5)
+
+
+def test_attention_is_the_squared_softmax_of_rotated_queries_and_keys():
+    rng = np.random.default_rng(3)
+    rope = RopeSpec.plain(8)
+    queries = rng.normal(size=(4, 3, 4, 8)).astype(np.float32)
+    keys = rng.normal(size=(4, 6, 2, 8)).astype(np.float32)
+    query_positions, key_positions = np.arange(5, 8, dtype=np.int32), np.array([0, 1, 2, 5, 6, 7], np.int32)
+    wanted = np.zeros(6)
+    for layer in (1, 2):
+        q = rotate(queries[layer], query_positions, rope)
+        k = rotate(keys[layer], key_positions, rope)
+        for n in range(3):
+            for head in range(4):
+                logits = k[:, head // 2] @ q[n, head] / np.sqrt(8)
+                logits[key_positions > query_positions[n]] = -np.inf
+                p = np.exp(logits - logits.max())
+                wanted += (p / p.sum()) ** 2
+    got = attention(queries, query_positions, keys, key_positions, rope, band=(0.25, 0.75))
+    assert np.allclose(got, wanted, atol=1e-5)
+
+
+def test_looking_leaves_the_session_as_it_was_and_a_rewound_plan_ends_like_a_fresh_one(tiny_model):
+    prompt = plain_prompt(
+        tiny_model,
+        ["the context", Doc("a city on the river and its king"), "and", Doc("the name of the stone"), "who?"],
+    )
+    with tiny_model.session() as session:
+        session.decode(prompt.token_ids[: prompt.offsets[-2]])
+        kv = session.export(0, session.length)
+
+    def stage(session):
+        for index in prompt.documents:
+            a, b = prompt.offsets[index], prompt.offsets[index + 1]
+            target = session.stage(np.arange(a, b, dtype=np.int32))
+            place(kv[a:b])(target)
+            session.commit(target, prompt.token_ids[a:b])
+
+    question = prompt.offsets[-2]
+    first = plan(prompt, prompt.documents)
+    with tiny_model.session() as session:
+        stage(session)
+        execute(between(first.steps, 0, question), prompt, session)
+        scores = look(session, prompt, tiny_model.rope)
+        assert session.token_ids == prompt.token_ids[:question]
+        assert scores.shape == (len(prompt),) and np.all(scores >= 0) and scores[:question].max() > 0
+        again = QueryAware(call_cost=1.0).choose(Scene(prompt, first.spliced, 6, scores))
+        steps = plan(prompt, prompt.documents, again, min_take=1)
+        assert 0 < steps.recomputed <= 6
+        at = rewind(session, prompt, again)
+        assert at == min(prompt.offsets[i] + a for i, ranges in again.items() for a, _ in ranges)
+        execute(between(steps.steps, at, question), prompt, session)
+        rewound = session.decode(prompt.token_ids[question:], logits=True)
+    with tiny_model.session() as session:
+        stage(session)
+        execute(between(steps.steps, 0, question), prompt, session)
+        fresh = session.decode(prompt.token_ids[question:], logits=True)
+    assert np.abs(rewound - fresh).max() < 1e-3
