@@ -44,7 +44,8 @@ from cachegen_rag.models.demo import small_model_path
 from cachegen_rag.models.llama_cpp import LlamaCppModel
 from cachegen_rag.profiles import read_profile
 from cachegen_rag.stores.memory import MemoryStore
-from cachegen_rag.warm import WarmContext, context_ids, fill
+from cachegen_rag.trial import place
+from cachegen_rag.warm import WarmContext, context_ids
 
 N_CTX = 4096
 TARGETS = (0.01, 0.03, 0.09)
@@ -103,7 +104,7 @@ class Other:
         return len(data)
 
     def fill(self, target: KVTarget) -> None:
-        fill(target, self._kv)
+        place(self._kv)(target)
 
 
 @dataclass
@@ -144,7 +145,7 @@ class Setting:
         if self.warm is None:
             return exact_run(self.model, passage.document, passage.continuation)
         kv = self.kv(passage.document)
-        return Exact(kv, self.run(passage, lambda target: fill(target, kv)))
+        return Exact(kv, self.run(passage, place(kv)))
 
     def run(self, passage: Passage, write: Callable[[KVTarget], None]) -> NDArray[np.float32]:
         """Logits of the continuation when ``write`` provides the document's KV."""

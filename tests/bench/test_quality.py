@@ -9,7 +9,7 @@ import pytest
 
 from cachegen_rag.bench.quality import Difference, changed_run, difference, exact_run, summarize
 from cachegen_rag.kv import KV
-from cachegen_rag.warm import fill
+from cachegen_rag.trial import place
 
 
 def test_difference_of_known_distributions() -> None:
@@ -71,10 +71,10 @@ class TestRuns:
         document, continuation = self.ids(tiny_model, 0, 40), self.ids(tiny_model, 1, 12)
         exact = exact_run(tiny_model, document, continuation, prefix=prefix)
         assert len(exact.kv) == 40
-        same = changed_run(tiny_model, document, continuation, lambda target: fill(target, exact.kv), prefix=prefix)
+        same = changed_run(tiny_model, document, continuation, place(exact.kv), prefix=prefix)
         kl = difference(exact.logits, same, continuation).kl
         assert kl.shape == (12,)
         assert np.abs(kl).max() < 1e-3
         noisy = KV(exact.kv.keys, exact.kv.values[:, ::-1].copy(), exact.kv.token_ids, exact.kv.positions)
-        other = changed_run(tiny_model, document, continuation, lambda t: fill(t, noisy), prefix=prefix)
+        other = changed_run(tiny_model, document, continuation, place(noisy), prefix=prefix)
         assert difference(exact.logits, other, continuation).kl.mean() > 20 * max(np.abs(kl).mean(), 1e-6)
