@@ -89,6 +89,7 @@ class LlamaCppModel:
         self._context: NativeContext | None = None
         self._refusal: str | None = None
         self._closed = False
+        self._loaded_file: tuple[int, ...] = ()
         self._pieces: dict[int, bytes] = {}
 
     # What is known of the model: needs its weights loaded, not its context.
@@ -100,6 +101,7 @@ class LlamaCppModel:
             if self._closed:
                 raise ModelError(f"the model {self.name} has been closed")
             if self._native is None:
+                self._loaded_file = _file_state(self.path)
                 self._native = NativeModel(self.path, n_gpu_layers=self._n_gpu_layers)
                 weakref.finalize(self, self._native.free)
             return self._native
@@ -154,11 +156,17 @@ class LlamaCppModel:
 
     @cached_property
     def fingerprint(self) -> ModelFingerprint:
-        """The identity of this model's KV: hashes the whole file once a process."""
+        """The identity of this model's KV: hashes the whole file once a process.
+
+        Raises ModelLoadError when the file is no longer the one that was loaded.
+        """
         native = self.native
+        weights = file_hash(self.path)
+        if _file_state(self.path) != self._loaded_file:
+            raise ModelLoadError(f"the model file {self.path} has changed since it was loaded; load it again")
         texts = [native.lib.llama_vocab_get_text(native.vocab, i) or b"" for i in range(native.n_vocab)]
         return ModelFingerprint(
-            weights=file_hash(self.path),
+            weights=weights,
             tokenizer=tokenizer_hash(texts),
             shape=self.shape,
             rope=RopeSpec(self.rope.inv_freq, "interleaved"),
@@ -363,6 +371,15 @@ class KeptRuns:
     def _drop(self, context: NativeContext, sequence: int) -> None:
         context.remove(sequence)
         del self._runs[sequence]
+
+
+def _file_state(path: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _usable_cores() -> int:

@@ -104,6 +104,23 @@ def test_identity(tiny_path: Callable[..., Path], tiny_gguf: Path, tmp_path: Pat
     assert digest(copy) != same
 
 
+def test_a_file_replaced_after_loading_has_no_identity(tiny_path: Callable[..., Path], tmp_path: Path) -> None:
+    """The loaded weights would get the new file's name, and their KV would be spliced into the new model."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny_path().read_bytes())
+    with LlamaCppModel(path, n_ctx=64, n_threads=1) as model:
+        text_logits(model, [1, 2])
+        other = tmp_path / "other.gguf"
+        other.write_bytes(tiny_path(seed=8).read_bytes())
+        other.replace(path)
+        with pytest.raises(ModelLoadError, match="has changed since it was loaded"):
+            _ = model.fingerprint
+        path.unlink()
+        with pytest.raises(ModelLoadError, match=r"model\.gguf"):
+            _ = model.fingerprint
+        assert text_logits(model, [1, 2]).shape == (2, model.n_vocab)
+
+
 def test_rope_is_canonical_in_the_fingerprint(tiny_path: Callable[..., Path]) -> None:
     with LlamaCppModel(tiny_path(arch="qwen2")) as model:
         assert model.rope.layout == "half" and model.fingerprint.rope.layout == "interleaved"

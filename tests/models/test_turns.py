@@ -1,0 +1,127 @@
+"""The lock that serves in the order of arrival."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from cachegen_rag.errors import ModelError
+from cachegen_rag.models.turns import Turns
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.001)
+
+
+def test_first_come_first_served() -> None:
+    turns, order = Turns(), []
+
+    def work(number: int) -> None:
+        turns.acquire()
+        order.append(number)
+        turns.release()
+
+    turns.acquire()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(20)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        wait_until(lambda n=number: len(turns._waiting) == n + 1)
+    turns.release()
+    for thread in threads:
+        thread.join(10)
+    assert order == list(range(20))
+    turns.acquire()
+    turns.release()
+
+
+def test_only_one_at_a_time() -> None:
+    turns, inside, most = Turns(), [0], [0]
+
+    def work() -> None:
+        for _ in range(200):
+            turns.acquire()
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0)
+            inside[0] -= 1
+            turns.release()
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert most == [1] and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_busy_thread_does_not_overtake() -> None:
+    turns, got = Turns(), []
+
+    def wait() -> None:
+        turns.acquire()
+        got.append("waiting")
+        turns.release()
+
+    turns.acquire()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_until(lambda: len(turns._waiting) == 1)
+    turns.release()
+    turns.acquire()  # at once: the waiting thread comes first all the same
+    got.append("busy")
+    turns.release()
+    thread.join(10)
+    assert got == ["waiting", "busy"]
+
+
+def test_twice_in_one_thread_is_an_error_not_a_deadlock() -> None:
+    turns = Turns()
+    turns.acquire()
+    with pytest.raises(ModelError, match="already has a session"):
+        turns.acquire()
+    releasing = threading.Thread(target=turns.release)  # another thread may pass the turn on
+    releasing.start()
+    releasing.join(10)
+    turns.acquire()
+    turns.release()
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_interrupted_while_waiting(granted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while waiting, before or just after the turn came: nobody is left waiting for a turn that never ends."""
+    turns = Turns()
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if granted:
+                super().wait(10)
+            raise KeyboardInterrupt
+
+    caught: list[type] = []
+
+    def wait() -> None:
+        try:
+            turns.acquire()
+        except KeyboardInterrupt:
+            caught.append(KeyboardInterrupt)
+
+    turns.acquire()
+    thread = threading.Thread(target=wait)  # makes an event of its own, so before the patch
+    with monkeypatch.context() as patch:
+        patch.setattr("cachegen_rag.models.turns.threading.Event", Interrupted)
+        thread.start()
+        if granted:
+            wait_until(lambda: len(turns._waiting) == 1)
+            turns.release()
+        thread.join(10)
+    if not granted:
+        turns.release()
+    assert caught == [KeyboardInterrupt]
+    turns.acquire()
+    turns.release()
