@@ -237,7 +237,7 @@ class ChatCacheGen(BaseChatModel):
         documents = kwargs.pop("documents", None)
         form = grammars.answer_form(**{k: kwargs.pop(k) for k in FORM_ARGUMENTS if k in kwargs})
         sampling = self._sampling(stop, kwargs, form.grammar)
-        spliced = kwargs.pop("spliced", True)
+        spliced = kwargs.pop("spliced", self.splice)
         if kwargs:
             raise ConfigError(f"unknown arguments of a request: {', '.join(sorted(kwargs))}")
         cache = self.open_cache()

@@ -141,13 +141,17 @@ class KVCachedVectorStore(VectorStore):
         self._texts.update(zip(keys, (d.page_content for d in documents), strict=True))
         replaced = self.references.assign(zip(map(str, ids), keys, strict=True))
         named = [Document(page_content=d.page_content, id=str(id)) for d, id in zip(documents, ids, strict=True)]
+        self._do(lambda: self._prefill(named))
+        self._do(lambda: self._forget(replaced))
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Now, or in the background after everything that was asked for before."""
         if self._pool is None:
-            self._prefill(named)
-        else:
-            job = self._pool.submit(self._prefill, named)
-            with self._lock:
-                self._pending = {f for f in self._pending if not f.done()} | {job}
-        self._forget(replaced)
+            work()
+            return
+        job = self._pool.submit(work)
+        with self._lock:
+            self._pending = {f for f in self._pending if not f.done()} | {job}
 
     def _prefill(self, documents: Sequence[Document]) -> None:
         try:
@@ -170,11 +174,11 @@ class KVCachedVectorStore(VectorStore):
     def _deleted(self, ids: Sequence[str] | None, texts: dict[str, str]) -> None:
         gone = self.references.ids() if ids is None else [str(id) for id in ids]
         self._texts.update(texts)
-        self._forget(self.references.drop(gone))
+        unused = self.references.drop(gone)
+        self._do(lambda: self._forget(unused))
 
     def _forget(self, keys: Iterable[str]) -> None:
         """Delete the KV of texts that nothing refers to. What cannot be deleted now is evicted some day."""
-        self.flush()
         for key in keys:
             text = self._texts.pop(key, None)
             if text is None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from real_documents import documents
 
-from cachegen_rag import Profile
+from cachegen_rag import KVCache, Profile
 from cachegen_rag.integrations.langchain import ChatCacheGen
 from cachegen_rag.models.llama_cpp import LlamaCppModel
 from cachegen_rag.stores.memory import MemoryStore
@@ -31,6 +32,14 @@ def real_engine(real_gguf: Any) -> Any:
     model = LlamaCppModel(real_gguf, n_ctx=2048, n_threads=1)
     yield model
     model.close()
+
+
+@pytest.fixture(scope="session")
+def real_cache(real_engine: Any) -> Any:
+    """A cache over the real model that holds the documents of ``real_documents``."""
+    with KVCache(real_engine, MemoryStore()) as cache:
+        cache.prefill(documents())
+        yield cache
 
 
 @pytest.fixture(scope="session")

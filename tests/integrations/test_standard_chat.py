@@ -8,9 +8,9 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
+from real_documents import QUESTION, documents
 
 from cachegen_rag.integrations.langchain import ChatCacheGen
-from cachegen_rag.stores.memory import MemoryStore
 
 LONG = ("structured", "json_mode", "tool_call", "tool_choice", "bind_runnables", "few_shot")
 """Tests whose answer is an object: it has to fit."""
@@ -33,12 +33,11 @@ class TestChatCacheGenUnit(ChatModelUnitTests):
 
 @pytest.mark.real
 class TestChatCacheGen(ChatModelIntegrationTests):
-    engine: Any = None
-    store = MemoryStore()
+    cache: Any = None
 
     @pytest.fixture(autouse=True)
-    def _shared_engine(self, real_engine: Any) -> None:
-        type(self).engine = real_engine
+    def _shared_cache(self, real_cache: Any) -> None:
+        type(self).cache = real_cache
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -46,10 +45,10 @@ class TestChatCacheGen(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": self.engine, "store": self.store, "max_tokens": 4}
+        return {"kv_cache": self.cache, "max_tokens": 4}
 
     @pytest.fixture
-    def model(self, request: Any, _shared_engine: None) -> BaseChatModel:
+    def model(self, request: Any, _shared_cache: None) -> BaseChatModel:
         extra = dict(getattr(request, "param", None) or {})
         if any(part in request.node.name for part in LONG):
             extra["max_tokens"] = 96
@@ -65,11 +64,9 @@ class TestChatCacheGen(ChatModelIntegrationTests):
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> Any:
         llm = ChatCacheGen(**self.chat_model_params)
-        document = "The lighthouse of Alder was built of granite in 1807 by Mara Quint, and its keeper lived alone."
-        llm.prefill([document])
         if not stream:
-            return llm.invoke("Who built it?", documents=[document])
-        chunks = list(llm.stream("Who built it?", documents=[document]))
+            return llm.invoke(QUESTION, documents=documents())
+        chunks = list(llm.stream(QUESTION, documents=documents()))
         message = chunks[0]
         for chunk in chunks[1:]:
             message += chunk
