@@ -15,7 +15,8 @@ from cachegen_rag.bench import quartiles
 from cachegen_rag.codec import Codec
 from cachegen_rag.kv import KV
 from cachegen_rag.library import chunk_ranges
-from cachegen_rag.models.base import KVModel
+from cachegen_rag.manifest import Segment
+from cachegen_rag.models.base import KVModel, KVTarget
 
 
 def measure_speed(
@@ -23,7 +24,7 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Seconds (median and quartiles) of prefill, encoding and decoding of one document, taking turns.
 
-    Decoding is what a hit does with its bytes: parse, verify, decode, rotate, into rows that the engine handed out;
+    Decoding is what a hit does with its bytes: verify (SHA-256 too), parse, decode, rotate, into rows that the engine handed out;
     ``commit_s`` is what the engine then does with them. Chunks are spread over ``threads`` threads.
     """
     cores = threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -38,7 +39,12 @@ def measure_speed(
         def encode() -> list[bytes]:
             return list(pool.map(lambda r: codec.encode(kv[r[0] : r[1]], level), ranges))
 
+        def hit(segment: Segment, data: bytes, rows: KVTarget) -> None:
+            segment.verify(data)
+            codec.decode_into(data, rows)
+
         chunks = encode()
+        segments = [Segment.of(chunk) for chunk in chunks]
         for turn in range(repeats + 1):  # the first turn warms up and is not counted
             for name, other in engines.items():
                 with other.session() as session:
@@ -50,8 +56,7 @@ def measure_speed(
                 target = session.stage(np.arange(len(kv), dtype=np.int32))
 
                 def decode() -> None:
-                    rows = [target.rows(*r) for r in ranges]  # noqa: B023
-                    list(pool.map(codec.decode_into, chunks, rows))  # noqa: B023
+                    list(pool.map(hit, segments, chunks, [target.rows(*r) for r in ranges]))  # noqa: B023
 
                 seconds, _ = timed(decode)
                 times["decode_s"] += [seconds] * bool(turn)
