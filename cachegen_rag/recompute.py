@@ -103,6 +103,8 @@ class Deviation:
 
     def choose(self, scene: Scene) -> dict[int, list[Range]]:
         """The largest deviations."""
+        if scene.budget <= 0:
+            return {}
         if scene.deviation is None:
             raise ConfigError("recompute by deviation needs each token's deviation, which this engine does not give")
         return _by_score(scene, scene.deviation, scene.budget, self.call_cost, {})
@@ -119,6 +121,8 @@ class QueryAware:
 
     def choose(self, scene: Scene) -> dict[int, list[Range]]:
         """Heads first, then the best runs that the rest of the budget buys."""
+        if scene.budget <= 0:
+            return {}
         if scene.scores is None:
             raise ConfigError("query-aware recompute needs scores: look at the question first")
         first = Heads(self.heads).choose(scene) if self.heads else {}
