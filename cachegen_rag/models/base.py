@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cachegen_rag.errors import ConfigError
 from cachegen_rag.fingerprint import ModelFingerprint
 from cachegen_rag.kv import KV, KVShape
 from cachegen_rag.rope import RopeSpec
@@ -36,7 +37,9 @@ class Sampling:
 
     ``stop`` holds strings: generation ends before the first of them, which is not returned.
     ``seed=None`` draws a fresh one. ``grammar`` is GBNF text. ``logprobs`` asks for that many alternatives a token.
-    Penalties look back over ``repeat_last_n`` tokens of the whole prompt, spliced tokens included.
+    Penalties look back over ``repeat_last_n`` tokens of the whole prompt (-1: all), spliced tokens included.
+
+    Raises ConfigError when a number is out of range.
     """
 
     max_tokens: int | None = None
@@ -52,6 +55,23 @@ class Sampling:
     stop: tuple[str, ...] = ()
     grammar: str | None = None
     logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        infinity = float("inf")
+        for name, right, accepted in (
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "0 or more, or None"),
+            ("temperature", 0 <= self.temperature < infinity, "0 or more"),
+            ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repeat_penalty", 0 < self.repeat_penalty < infinity, "above 0"),
+            ("frequency_penalty", abs(self.frequency_penalty) < infinity, "a finite number"),
+            ("presence_penalty", abs(self.presence_penalty) < infinity, "a finite number"),
+            ("repeat_last_n", self.repeat_last_n >= -1, "0 or more, or -1 for the whole prompt"),
+            ("stop", "" not in self.stop, "non-empty strings"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None"),
+        ):
+            if not right:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be {accepted}")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The llama.cpp engine: any GGUF model, on llama-cpp-python's low-level API. Loads on first use.
 
 Reading order: ``llama_native`` (the raw calls), ``llama_state`` (a sequence's bytes), ``llama_rope`` and
-``llama_check`` (may it be spliced?), ``llama_session`` (a prompt), ``llama_kept``, ``llama_sampling``, ``llama_queries``.
+``llama_check`` (may it be spliced?), ``llama_session`` (a prompt), ``llama_kept`` (what the next prompt begins with),
+``llama_sampling``, ``llama_queries``.
 """
 
 from __future__ import annotations

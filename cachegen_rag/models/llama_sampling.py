@@ -25,11 +25,10 @@ class Sampler:
     Raises
     ------
     ConfigError
-        The grammar does not parse, or a number is out of range.
+        The grammar does not parse.
     """
 
     def __init__(self, model: NativeModel, sampling: Sampling, prompt: Sequence[int]) -> None:
-        _check(sampling)
         lib = self._lib = model.lib
         self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         self._candidates = np.empty(model.n_vocab, _CANDIDATE)
@@ -101,20 +100,6 @@ class Sampler:
         if self._chain:
             self._lib.llama_sampler_free(self._chain)
             self._chain = None
-
-
-def _check(sampling: Sampling) -> None:
-    for name, wrong, accepted in (
-        ("temperature", not 0 <= sampling.temperature < float("inf"), "0 or more"),
-        ("top_p", not 0 <= sampling.top_p <= 1, "between 0 and 1"),
-        ("min_p", not 0 <= sampling.min_p <= 1, "between 0 and 1"),
-        ("repeat_penalty", not 0 < sampling.repeat_penalty < float("inf"), "above 0"),
-        ("max_tokens", sampling.max_tokens is not None and sampling.max_tokens < 0, "0 or more, or None"),
-        ("stop", "" in sampling.stop, "non-empty strings"),
-        ("logprobs", sampling.logprobs is not None and sampling.logprobs < 0, "0 or more, or None"),
-    ):
-        if wrong:
-            raise ConfigError(f"{name}={getattr(sampling, name)!r} must be {accepted}")
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:

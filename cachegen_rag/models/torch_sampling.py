@@ -58,7 +58,7 @@ class Sampler:
         if not self._greedy:
             if sampling.top_k > 0:
                 self._warpers.append(TopKLogitsWarper(sampling.top_k))
-            if 0 < sampling.top_p < 1:
+            if sampling.top_p < 1:
                 self._warpers.append(TopPLogitsWarper(sampling.top_p))
             if 0 < sampling.min_p <= 1:
                 self._warpers.append(MinPLogitsWarper(sampling.min_p))

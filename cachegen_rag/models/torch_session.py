@@ -7,14 +7,20 @@ positions and a mask by position, so the result is that of computing them one ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cachegen_rag.errors import ContextOverflowError, CorruptBitstreamError, ModelError, SpliceRefusedError
+from cachegen_rag.errors import (
+    ContextOverflowError,
+    CorruptBitstreamError,
+    ModelError,
+    RequestCancelledError,
+    SpliceRefusedError,
+)
 from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVTarget, Sampling, Token
 from cachegen_rag.models.text_stream import TextStream
@@ -40,6 +46,7 @@ class TransformersSession:
     """One prompt. Made by ``TransformersModel.session()``."""
 
     def __init__(self, loaded: Loaded, cache: Any, library: Library, kept: KeptRuns) -> None:
+        self.cancelled: Callable[[], bool] | None = None
         self._loaded, self._cache, self._library, self._kept = loaded, cache, library, kept
         self._ids: list[int] = []  # one a position
         self._cells: list[int] = []  # positions of the cache's rows, increasing
@@ -68,8 +75,9 @@ class TransformersSession:
 
         Fewer than ``QUEUED_TOKENS`` without logits are only queued.
 
-        Raises ContextOverflowError when they do not fit, before any compute.
+        Raises ContextOverflowError when they do not fit, before any compute; RequestCancelledError before a pass.
         """
+        self._require_wanted()
         self._append(token_ids)
         if not token_ids:
             return np.empty((0, self._loaded.vocabulary), np.float32) if logits else None
@@ -287,6 +295,7 @@ class TransformersSession:
         """Compute the queue; logits ``[keep, vocabulary]`` of its last tokens (empty if nothing was queued)."""
         kept: list[torch.Tensor] = []
         while self._queue:
+            self._require_wanted()
             batch = self._queue[:MAX_PASS_TOKENS]
             rest = len(self._queue) - len(batch)
             wanted = min(len(batch), max(keep - rest, 1))
@@ -323,6 +332,10 @@ class TransformersSession:
             raise ContextOverflowError(
                 f"{self.length + tokens} tokens do not fit the context of {self._loaded.n_ctx} tokens"
             )
+
+    def _require_wanted(self) -> None:
+        if self.cancelled is not None and self.cancelled():
+            raise RequestCancelledError(f"the request was cancelled after {self.length} tokens of its prompt")
 
     def _require_open(self) -> None:
         if not self._open:

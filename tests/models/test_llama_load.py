@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_splicing import TEXT, text_logits
+from splicing import TEXT, text_logits
 
 from cachegen_rag.errors import ConfigError, ModelError, ModelLoadError
 from cachegen_rag.models.llama_cpp import LlamaCppModel

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from llama_splicing import TEXT, text_logits
+from splicing import TEXT, text_logits
 
 from cachegen_rag.errors import SpliceRefusedError
 from cachegen_rag.models import llama_queries

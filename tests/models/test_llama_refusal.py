@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llama_splicing import TEXT, answer, export, splice, text_logits
+from splicing import TEXT, answer, export, splice, text_logits
 
 from cachegen_rag.errors import SpliceRefusedError
 from cachegen_rag.models import llama_check, llama_cpp, llama_native

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llama_splicing import TEXT
+from splicing import TEXT
 
 from cachegen_rag.errors import SpliceRefusedError
 from cachegen_rag.kv import KVShape

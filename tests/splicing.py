@@ -1,4 +1,4 @@
-"""What the tests of the llama.cpp engine share: fill a target from an exported KV, and answer with and without it."""
+"""What tests of the engines share: fill a target from an exported KV, and answer with and without it."""
 
 from __future__ import annotations
 
