@@ -160,18 +160,23 @@ def load_settings(file: str | Path | None = None, *, environment: bool = True, *
     MissingDependencyError
         A file or environment variables are given and the ``settings`` extra is not installed.
     """
-    names = [name for name in os.environ if name.upper().startswith(ENV_PREFIX)] if environment else []
-    for name in names:
-        section = name[len(ENV_PREFIX) :].lower().split("__")[0]
-        if section not in Settings.model_fields and "__" in name:
-            raise ConfigError(f"environment {name}: no such setting; sections are {', '.join(Settings.model_fields)}")
-    has_environment = bool(names)
+    has_environment = bool([name for name in os.environ if _is_setting(name)]) if environment else False
     try:
         if file is None and not has_environment:
             return Settings(**values)
         return _from_sources(Path(file) if file is not None else None, has_environment, values)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
+
+
+def _is_setting(name: str) -> bool:
+    """Whether an environment variable is one of ours; one that looks like a setting and is none is a ConfigError."""
+    if not name.upper().startswith(ENV_PREFIX):
+        return False
+    section, nested, _ = name[len(ENV_PREFIX) :].lower().partition("__")
+    if nested and section not in Settings.model_fields:
+        raise ConfigError(f"environment {name}: no such setting; sections are {', '.join(Settings.model_fields)}")
+    return section in Settings.model_fields
 
 
 def _from_sources(file: Path | None, environment: bool, values: Mapping[str, Any]) -> Settings:

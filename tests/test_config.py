@@ -138,6 +138,7 @@ def test_settings_do_not_change():
 
 def test_without_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydantic_settings", None)
+    monkeypatch.setenv("CACHEGEN_RAG_KERNELS", "numba")  # read elsewhere; no setting
     assert load_settings(store={"url": "memory://"}).store.url == "memory://"
     with pytest.raises(MissingDependencyError, match=r"cachegen-rag\[settings\]"):
         load_settings(tmp_path / "settings.yaml")

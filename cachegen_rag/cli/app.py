@@ -61,19 +61,24 @@ IndexFile = Annotated[
 ]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from cachegen_rag import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
 @app.callback()
 def _main(
     verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="Log to stderr; twice for more.")] = 0,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     if verbose:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("cachegen_rag").setLevel(logging.DEBUG if verbose > 1 else logging.INFO)
-    if version:
-        from cachegen_rag import __version__
-
-        out.print(__version__, highlight=False)
-        raise typer.Exit()
 
 
 def command(**settings: Any) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -137,7 +142,8 @@ def settings_from(
     if index is not None:
         values["index"] = index
     settings = load_settings(config, **values)
-    logging.getLogger("cachegen_rag").setLevel(settings.log_level)
+    if logging.getLogger("cachegen_rag").level == logging.NOTSET:  # -v was not given
+        logging.getLogger("cachegen_rag").setLevel(settings.log_level)
     return settings
 
 

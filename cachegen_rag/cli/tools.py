@@ -220,9 +220,13 @@ def _missing(modules: tuple[str, ...]) -> list[str]:
 
 
 def _kernels() -> dict[str, Any]:
-    from cachegen_rag import kernels
+    from cachegen_rag.kernels import native
 
-    return dict(kernels.available())
+    triton = _missing(("torch", "triton"))
+    return {
+        "cpu": "C" if native.library() is not None else "numba (the C kernels were not built)",
+        "gpu": f"missing {', '.join(triton)}" if triton else "Triton, where torch finds a CUDA device",
+    }
 
 
 def _try(facts: Any) -> dict[str, Any]:
