@@ -3,7 +3,8 @@
 1. Samples: KV of documents behind a short prefix, and the queries of the tokens that follow them.
 2. Metric: an error dk of a key costs (q . dk)^2, so keys are weighed with the queries' second moment, averaged over
    the rotations of all relative distances; an error dv of a value costs |W_o dv|^2.
-3. Sensitivity: the KL divergence of the predictions when the keys, or the values, of one layer alone are disturbed.
+3. Sensitivity: from an engine with gradients (transformers), the Fisher information of keys and values, mixed into
+   the metric; from others, per layer and kind, the KL of the predictions when these alone are disturbed a little.
 4. Transforms and symbol models (:mod:`cachegen_rag.codec.fit`).
 5. Levels: steps at which the measured KL meets ``TARGET_KL``.
 """
@@ -33,11 +34,16 @@ Progress = Callable[[str, int, int], None]
 TARGET_KL = (0.0015, 0.004, 0.01, 0.025, 0.06, 0.12)
 DEFAULT_LEVEL = 4
 SINKS = 4
-PREFIX, DOCUMENT, CONTINUATION = 32, 768, 64
+PREFIX, DOCUMENT, CONTINUATION = 32, 768, 128
 """Tokens of a window: a prefix whose KV is not used, the document, and the text that is predicted from it."""
 SAMPLE_TOKENS = 12_000
 PROBES = 2
 """Windows kept aside to measure KL on."""
+FISHER_SHARE, FISHER_DRAWS = 0.8, 6
+"""How much of the metric is the measured one, the rest the one derived from queries; and gradients a window."""
+PROBE_KL = 0.003
+PROBE_ATTEMPTS = 4
+"""KL that a disturbed layer is to cause, above the engine's own noise, and how often the size of noise is corrected."""
 _DISTANCES = np.unique(np.rint(np.geomspace(1, 2048, 96)).astype(np.int64))
 
 
@@ -85,9 +91,13 @@ def calibrate(model: KVModel, texts: Sequence[str], *, progress: Progress | None
     probes = [_probe(model, w, kv) for w, kv in zip(windows[:PROBES], samples[:PROBES], strict=True)]
     training = samples[PROBES:] or samples
     metric = fit.Metric(_key_metric(queries, model), _value_metric(model))
-    weight = _sensitivity(model, probes[-1], metric, training, report)
+    fisher = _fisher(model, windows, report)
+    if fisher is not None:
+        metric = metric.matched(fisher, FISHER_SHARE)
+    else:
+        metric = metric.scaled(_sensitivity(model, probes[-1], metric, report))
     report("fitting transforms", 0, 1)
-    blocks = fit.fit_blocks(training, metric.scaled(weight))
+    blocks = fit.fit_blocks(training, metric)
     draft = fit.draft(model.shape, family(model.fingerprint), SINKS, blocks)
     steps, kls = _levels(model, probes, draft, report)
     report("fitting symbol models", 0, 1)
@@ -125,8 +135,13 @@ def _sample(model: KVModel, window: Window) -> tuple[KV, NDArray[np.float32] | N
             _, queries = session.decode_with_queries(window.continuation)
         except (ModelError, NotImplementedError):
             queries = None
-    keys, values = kv.keys.astype(np.float16), kv.values.astype(np.float16)
+    keys, values = _host(kv.keys).astype(np.float16), _host(kv.values).astype(np.float16)
     return KV(keys, values, kv.token_ids, kv.positions), queries
+
+
+def _host(array: Any) -> NDArray[Any]:
+    """An engine's array in this machine's memory, as numpy."""
+    return array if isinstance(array, np.ndarray) else np.asarray(array.detach().float().cpu())
 
 
 def _logp(logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -211,36 +226,60 @@ def _value_metric(model: KVModel) -> NDArray[np.float64]:
     return out
 
 
-def _sensitivity(
-    model: KVModel, probe: Probe, metric: fit.Metric, samples: Sequence[KV], report: Progress
-) -> NDArray[np.float64]:
+def _fisher(model: KVModel, windows: Sequence[Window], report: Progress) -> fit.Metric | None:
+    """What errors cost by the model's own gradients, if the engine has gradients."""
+    gradients: Any = getattr(model, "kv_fisher", None)
+    if gradients is None:
+        return None
+    keys, values = np.zeros(()), np.zeros(())
+    for i, w in enumerate(windows):
+        report("measuring what errors cost", i, len(windows))
+        k, v = gradients(w.prefix, w.document, w.continuation, draws=FISHER_DRAWS, seed=i)
+        keys, values = keys + k, values + v
+    return fit.Metric(keys, values)
+
+
+def _sensitivity(model: KVModel, probe: Probe, metric: fit.Metric, report: Progress) -> NDArray[np.float64]:
     """KL per unit of the metric's error, ``[layers, 2]``, from disturbing one layer's keys or values at a time.
 
-    Noise has the metric's inverse as its covariance, so it is what equal steps in all components would make. Its
-    size is a fraction of the KV's own spread, and grows until the KL stands above the engine's rounding noise.
+    Noise has the metric's inverse as its covariance, so it is what equal steps in all components would make. It has
+    to be small, for KL grows with its square only while it is small; and large enough to stand above the rounding
+    noise of the engine, which is measured first. So its size is sought until the KL is about ``target``.
     """
     layers = model.shape.layers
     out = np.ones((layers, 2))
     rng = np.random.default_rng(0)
-    floor = 0.02
+    floor = kl_of(model, probe, _shaken(probe.kv, rng))
+    target = PROBE_KL + 2 * floor
+    fraction = [0.05, 0.05]
     for layer in range(layers):
         for kind, m in enumerate((metric.keys, metric.values)):
             report("measuring sensitivities", 2 * layer + kind, 2 * layers)
             exact = (probe.kv.values if kind else probe.kv.keys)[layer]
             flat = exact.reshape(len(exact), -1).astype(np.float64)
-            values, vectors = np.linalg.eigh(m[layer])
-            values = np.maximum(values, 0)
-            root = np.sqrt(values + fit.RIDGE * values.mean() + 1e-30)
-            noise = rng.standard_normal(flat.shape) @ (vectors / root).T @ np.eye(flat.shape[1])
-            spread = np.sqrt((((flat - flat.mean(0)) @ vectors * root) ** 2).mean())
-            for fraction in (0.25, 0.5):
-                size = fraction * spread
+            root, vectors = fit.metric_root(m[layer])
+            noise = rng.standard_normal(flat.shape) @ (vectors / root).T
+            spread = np.sqrt((((flat - flat.mean(0)) @ vectors * root) ** 2).mean()) + 1e-12
+            for _ in range(PROBE_ATTEMPTS):
+                size = fraction[kind] * spread
                 disturbed = (flat + size * noise).reshape(exact.shape).astype(np.float32)
-                kl = kl_of(model, probe, _with_layer(probe.kv, layer, kind, disturbed))
-                if kl > floor:
+                kl = max(kl_of(model, probe, _with_layer(probe.kv, layer, kind, disturbed)) - floor, 1e-7)
+                if target / 3 < kl < target * 3 or fraction[kind] >= 1:
                     break
-            out[layer, kind] = max(kl, 1e-4) / size**2
+                fraction[kind] = min(1.0, fraction[kind] * float(np.clip(np.sqrt(target / kl), 0.1, 5.0)))
+            out[layer, kind] = kl / size**2
     return out / np.exp(np.log(out).mean())
+
+
+def _shaken(kv: KV, rng: np.random.Generator) -> KV:
+    """``kv`` with noise of a thousandth of every channel's spread: what it does to the predictions is rounding."""
+
+    def shake(x: NDArray[Any]) -> NDArray[np.float32]:
+        noise = rng.standard_normal(x.shape, np.float32) * x.astype(np.float32).std(axis=1, keepdims=True)
+        shaken: NDArray[np.float32] = x.astype(np.float32) + 1e-3 * noise
+        return shaken
+
+    return KV(shake(kv.keys), shake(kv.values), kv.token_ids, kv.positions)
 
 
 def _with_layer(kv: KV, layer: int, kind: int, rows: NDArray[np.float32]) -> KV:

@@ -104,6 +104,9 @@ class Codec:
             sections.append(Section(SECTION_ROWS, _COUNT.pack(len(exact)) + exact.astype("<u4").tobytes()
                                     + _pack_rows(kv, exact)))  # fmt: skip
         streams = []
+        device = self._on_device(kv.keys)
+        if device is not None:
+            return sections + self._encode_on(device, kv, level, exact)
         for index, coder in enumerate(self.coders(level.index)):
             components = coder.components(kv)
             components[exact] = 0
@@ -117,17 +120,26 @@ class Codec:
             sections.append(Section(SECTION_ESCAPES, pack_integers(escaped_values)))
         return sections + streams
 
+    def _encode_on(self, device: Any, kv: KV, level: Level, exact: NDArray[np.int64]) -> list[Section]:
+        try:
+            escaped, streams = device.encode(kv, level.index, exact)
+        except KernelError as error:
+            raise EncodeError(f"the KV cannot be coded at level {level.index}: {error}") from None
+        escapes = [Section(SECTION_ESCAPES, pack_integers(escaped))] if len(escaped) else []
+        return escapes + [Section(SECTION_STREAM, data, index) for index, data in enumerate(streams) if data]
+
     def _quantized(
         self, kv: KV, components: NDArray[np.float32], coder: BlockCoder
     ) -> tuple[NDArray[np.int8], Escapes]:
         try:
-            return self._kernels.quantize(components, coder.quantizer)
+            symbols, escapes = self._kernels.quantize(components, coder.quantizer)
+            return symbols, escapes
         except KernelError:
             # NaN and infinity of any channel reach every component, so only now is it worth a look at all of them.
             _check_finite(kv)
             raise EncodeError(
-                f"a component exceeds what this level can code ({reference_kernels.MAX_SIZE:.0f} steps of {coder.step:.3g}); "
-                "use a finer representation (level 0)"
+                f"a component exceeds {reference_kernels.MAX_SIZE:.0f} steps of {coder.step:.3g}, the most that can be "
+                "coded: store this chunk at level 0"
             ) from None
 
     def parse(self, data: bytes | memoryview, token_ids: Any = None) -> Bitstream:
@@ -193,16 +205,15 @@ class Codec:
             return unpack_integers(stream.section(SECTION_ESCAPES))
         return np.empty(0, np.int32)
 
-    def _on_device(self, target: KVTarget) -> Any:
-        """The decoder for a target of torch tensors, or None for numpy arrays."""
-        if not len(target.keys) or isinstance(target.keys[0], np.ndarray):
+    def _on_device(self, array: Any) -> Any:
+        """The codec of the device where a torch tensor lies, or None for a numpy array."""
+        if isinstance(array, np.ndarray):
             return None
-        from cachegen_rag.codec.device import DeviceDecoder
+        from cachegen_rag.codec.device import DeviceCodec
 
-        device = target.keys[0].device
-        if device not in self._devices:
-            self._devices[device] = DeviceDecoder(self, device)
-        return self._devices[device]
+        if array.device not in self._devices:
+            self._devices[array.device] = DeviceCodec(self, array.device)
+        return self._devices[array.device]
 
     def _symbols(self, stream: Bitstream, index: int, coder: BlockCoder) -> NDArray[np.int8]:
         if not len(coder.columns):
@@ -214,7 +225,7 @@ class Codec:
         if stream.coding == CODING_EXACT:
             self._fill_rows(stream.section(SECTION_ROWS), np.arange(len(stream)), target)
             return
-        device = self._on_device(target)
+        device = self._on_device(target.keys[0])
         if device is not None:
             device.fill([stream], [data], [target])
         else:
@@ -262,7 +273,7 @@ class Codec:
         values = np.frombuffer(data, "<f2", offset=2 * split).reshape(s.layers, n, s.kv_heads, s.value_dim)
         if not (np.isfinite(keys).all() and np.isfinite(values).all()):
             raise CorruptBitstreamError("an exact row contains NaN or infinity")
-        device = self._on_device(target)
+        device = self._on_device(target.keys[0])
         if device is not None:
             device.fill_rows(keys, values, tokens, target)
             return
@@ -279,6 +290,10 @@ def _check_finite(kv: KV) -> None:
 
 
 def _pack_rows(kv: KV, tokens: NDArray[np.int64]) -> bytes:
+    if not isinstance(kv.keys, np.ndarray):  # tensors of a device: only these rows come to the host
+        keys, values = (x[:, tokens].float().cpu().numpy() for x in (kv.keys, kv.values))
+        kv = KV(keys, values, kv.token_ids[tokens], kv.positions[tokens])
+        tokens = np.arange(len(tokens))
     with np.errstate(over="ignore"):
         keys, values = kv.keys[:, tokens].astype("<f2"), kv.values[:, tokens].astype("<f2")
     if not (np.isfinite(keys).all() and np.isfinite(values).all()):

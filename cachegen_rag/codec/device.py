@@ -1,4 +1,4 @@
-"""Decoding into memory of a device: Triton kernels fed from bitstreams, one upload a chunk.
+"""The codec on a device: Triton kernels fed from bitstreams, one upload a chunk, and from KV that lies there.
 
 On a GPU the compressed bytes are all that crosses the bus: they are copied from pinned memory on a stream of their own,
 while the kernels of the chunk before still run, and unpacked where the model reads them.
@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 
 from cachegen_rag.bitstream import Bitstream
 from cachegen_rag.errors import CorruptBitstreamError
-from cachegen_rag.kernels import triton_decoder
+from cachegen_rag.kernels import triton_decoder, triton_encoder
 from cachegen_rag.kernels.reference import KernelError
+from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVTarget
 from cachegen_rag.models.torch_rope import rotated
 from cachegen_rag.rope import cos_sin
 
 if TYPE_CHECKING:
     from cachegen_rag.codec.codec import Codec
+    from cachegen_rag.codec.transform import BlockCoder
 
 _ALIGNMENT = 16  # bytes: what the kernels assume of a chunk's beginning
 _RING = 4
@@ -70,8 +72,8 @@ class Uploader:
         return torch.empty(1 << max(16, (size - 1).bit_length()), dtype=torch.uint8, pin_memory=True)
 
 
-class DeviceDecoder:
-    """Decodes the bitstreams of one codec into torch tensors. Threads may share it.
+class DeviceCodec:
+    """Encodes and decodes torch tensors for one codec. Threads may share it.
 
     Raises KernelUnavailableError where Triton, or a GPU, is missing.
     """
@@ -81,6 +83,7 @@ class DeviceDecoder:
         self._codec, self._device = codec, device
         self._uploader = Uploader(device)
         self._tables: dict[int, Any] = {}
+        self._forwards: dict[int, Any] = {}
         self._lock = threading.Lock()
 
     def tables(self, level: int) -> Any:
@@ -113,6 +116,33 @@ class DeviceDecoder:
             batch.decode(self._targets(tables, targets)).check()
         except KernelError as error:
             raise CorruptBitstreamError(f"the symbols cannot be decoded: {error}") from None
+
+    def encode(self, kv: KV, level: int, exact: NDArray[np.int64]) -> tuple[NDArray[np.int32], list[bytes]]:
+        """A chunk whose arrays are tensors of this device: the escapes' values, and every block's stream.
+
+        exact : rows that are stored otherwise; they are coded as zeros. Raises KernelError.
+        """
+        encoder, tables, forward = triton_encoder(self._device), self.tables(level), self._forward_of(level)
+        keys, values = _rows_contiguous(kv.keys), _rows_contiguous(kv.values)
+        symbols, at, escaped = encoder.quantize(forward, tables, keys, values)
+        row, column = np.divmod(at, max(tables.n_columns, 1))
+        if len(exact):
+            symbols[torch.from_numpy(exact).to(self._device)] = 0
+            kept = ~np.isin(row, exact)
+            row, column, escaped = row[kept], column[kept], escaped[kept]
+        # The list goes block by block.
+        ends = np.cumsum([len(c.columns) for c in self._codec.coders(level)])
+        order = np.argsort(np.searchsorted(ends, column, side="right"), kind="stable")
+        return escaped[order], encoder.entropy_code(symbols, tables, [len(kv)])[0]
+
+    def _forward_of(self, level: int) -> Any:
+        tables = self.tables(level)
+        with self._lock:
+            if level not in self._forwards:
+                encoder = triton_encoder(self._device)
+                blocks = [_block_forward(encoder, coder) for coder in self._codec.coders(level)]
+                self._forwards[level] = encoder.Forward.of(blocks, tables)
+            return self._forwards[level]
 
     def fill_rows(
         self, keys: NDArray[np.float16], values: NDArray[np.float16], tokens: NDArray[np.int64], target: KVTarget
@@ -157,3 +187,30 @@ def _row_offsets(first: KVTarget, target: KVTarget) -> NDArray[np.int32]:
     if len(offsets[0]) and np.abs(offsets).max() >= 1 << 31:
         raise ValueError("targets that are decoded together must lie within 2^31 elements")
     return offsets.astype(np.int32)
+
+
+def _rows_contiguous(array: Any) -> torch.Tensor:
+    """``[layers, tokens, kv_heads, dim]`` with heads and channels next to each other."""
+    tensor: torch.Tensor = array
+    plain = tensor.stride(-1) == 1 and tensor.stride(2) == tensor.shape[3]
+    return tensor if plain else tensor.contiguous()
+
+
+def _block_forward(encoder: Any, coder: BlockCoder) -> Any:
+    """The forward transform of a block multiplied out: from the channels of its cells to its columns."""
+    block, transform = coder.block, coder.transform
+    matrices, own_at = [], transform.active
+    for i, (matrix, _) in enumerate(coder.forward):
+        joint, own = block.joint, matrix.shape[1] - block.joint
+        whole = np.zeros((len(matrix), transform.coefficients), np.float32)
+        part = coder.joint_forward[i * joint : (i + 1) * joint].astype(np.float64)
+        whole[:, : transform.active] = matrix[:, :joint] @ part
+        whole[:, own_at : own_at + own] = matrix[:, joint:]
+        own_at += own
+        matrices.append(whole[:, coder.quantizer.order])
+    cells = [(c.layer, c.is_value, c.head, c.channels) for c in block.cells]
+    quantizer = coder.quantizer
+    return encoder.BlockForward(
+        np.concatenate(matrices), [c.mean for c in block.cells], cells, quantizer.per_step, quantizer.threshold,
+        quantizer.reach,
+    )  # fmt: skip

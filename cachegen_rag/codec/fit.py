@@ -46,6 +46,30 @@ class Metric:
         """This metric times ``weight [layers, 2]`` (keys, values)."""
         return Metric(self.keys * weight[:, 0, None, None], self.values * weight[:, 1, None, None])
 
+    def matched(self, measured: Metric, share: float) -> Metric:
+        """``measured``, mixed with this metric scaled to its size layer by layer.
+
+        What is measured is exact on average but noisy, what is derived is smooth: a mixture is better than either.
+        """
+
+        def mix(derived: Matrix, found: Matrix) -> Matrix:
+            out = np.empty_like(derived)
+            for layer, (a, b) in enumerate(zip(derived, found, strict=True)):
+                root, vectors = metric_root(a)
+                inverse = vectors / root
+                scale = np.trace(inverse.T @ b @ inverse) / len(a)
+                out[layer] = (1 - share) * scale * a + share * b
+            return out
+
+        return Metric(mix(self.keys, measured.keys), mix(self.values, measured.values))
+
+
+def metric_root(metric: Matrix) -> tuple[Matrix, Matrix]:
+    """Square roots of a metric's eigenvalues, ridge included, and its eigenvectors (columns)."""
+    values, vectors = np.linalg.eigh(metric)
+    values = np.maximum(values, 0)
+    return np.sqrt(values + RIDGE * values.mean() + 1e-30), vectors
+
 
 def head_groups(heads: int, dim: int) -> list[tuple[int, int]]:
     """Split heads into equal runs ``(first, count)`` of at most ``MAX_CELL_WIDTH`` channels, one head at least."""
@@ -89,9 +113,7 @@ def _fit_cell(
     x = _channels(samples, layer, is_value, head, heads)
     dim = x.shape[1] // heads
     span = slice(head * dim, (head + heads) * dim)
-    values, vectors = np.linalg.eigh((metric.values if is_value else metric.keys)[layer, span, span])
-    values = np.maximum(values, 0)
-    root = np.sqrt(values + RIDGE * values.mean() + 1e-30)
+    root, vectors = metric_root((metric.values if is_value else metric.keys)[layer, span, span])
     mean = x.mean(0, dtype=np.float64).astype(np.float32)
     x -= mean
     covariance = (x.T @ x).astype(np.float64) / len(x)
@@ -134,8 +156,8 @@ def _scale(variance: Matrix) -> NDArray[np.int16]:
 def draft(shape: KVShape, fingerprint: bytes, sinks: int, blocks: tuple[Block, ...]) -> Profile:
     """A profile with these blocks, one placeholder level, and models for Laplace distributions."""
     tables = frequencies(np.zeros((CLASSES, CONTEXTS, 256)))
-    shrink = np.tile(np.float32([0.05, 0.02]), (CLASSES, 1))
-    threshold = np.tile(np.float32([0.6, 0.42]), (CLASSES, 1))
+    shrink = np.tile(np.array([0.05, 0.02], np.float32), (CLASSES, 1))
+    threshold = np.tile(np.array([0.6, 0.42], np.float32), (CLASSES, 1))
     scale = 2.0 ** ((np.arange(CLASSES) - 12) / 4)
     limits = np.clip(np.rint(np.stack([1.2 * scale, 3.6 * scale], 1)), 0, 250)
     return Profile(

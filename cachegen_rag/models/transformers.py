@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cachegen_rag.errors import ConfigError, MissingDependencyError, ModelError, ModelLoadError
 from cachegen_rag.fingerprint import ModelFingerprint, canonical_bytes
 from cachegen_rag.kv import KVShape
@@ -30,6 +33,7 @@ try:
 
     from cachegen_rag.models.torch_attention import NAME
     from cachegen_rag.models.torch_cache import KeptRuns, Library, PromptCache
+    from cachegen_rag.models.torch_fisher import kv_fisher
     from cachegen_rag.models.torch_session import TransformersSession
     from cachegen_rag.models.transformers_check import inspect
 except ImportError as error:
@@ -205,6 +209,16 @@ class TransformersModel:
         modules = [m for _, m in self._load().model.named_modules() if hasattr(m, "o_proj") and hasattr(m, "layer_idx")]
         ordered = sorted(modules, key=lambda m: int(m.layer_idx))
         return [m.o_proj.weight.detach().float().T.cpu().numpy() for m in ordered]
+
+    def kv_fisher(
+        self, prefix: Sequence[int], document: Sequence[int], continuation: Sequence[int], *, draws: int, seed: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What errors in a document's KV cost, for calibration (see :mod:`cachegen_rag.models.torch_fisher`).
+
+        Returns ``[layers, channels, channels]`` for keys and for values.
+        """
+        with self.session():  # nobody else computes meanwhile
+            return kv_fisher(self._load(), prefix, document, continuation, draws, seed)
 
     @contextmanager
     def session(self) -> Iterator[Session]:
