@@ -28,6 +28,7 @@ from cachegen_rag.models.llama_session import LlamaSession
 from cachegen_rag.models.turns import Turns
 from cachegen_rag.rope import RopeSpec
 
+EXIT_SECONDS = 2.0  # that the end of the process waits for a request under way; its memory goes with the process then
 DEFAULT_CONTEXT = 8192  # tokens, or the context the model was trained with if that is shorter
 
 
@@ -87,6 +88,8 @@ class LlamaCppModel:
         self._loading = threading.RLock()
         self._native: NativeModel | None = None
         self._context: NativeContext | None = None
+        self._engine: list[NativeContext | NativeModel] = []  # what to free, the context first
+        weakref.finalize(self, _free_when_idle, self._turns, self._engine)
         self._refusal: str | None = None
         self._closed = False
         self._loaded_file: tuple[int, ...] = ()
@@ -103,7 +106,7 @@ class LlamaCppModel:
             if self._native is None:
                 self._loaded_file = _file_state(self.path)
                 self._native = NativeModel(self.path, n_gpu_layers=self._n_gpu_layers)
-                weakref.finalize(self, self._native.free)
+                self._engine.append(self._native)
             return self._native
 
     @cached_property
@@ -230,7 +233,7 @@ class LlamaCppModel:
                     n_threads=self.n_threads,
                     kv_type=self._kv_type,
                 )
-                weakref.finalize(self, context.free)  # runs before the model's: last registered, first run
+                self._engine.insert(0, context)
                 try:
                     refuse_by_kind(native, self._kv_type)
                     check_context(context, self.shape, self._rope(), self.n_ctx - 1)
@@ -284,10 +287,8 @@ class LlamaCppModel:
         try:
             with self._loading:
                 self._closed = True
-                if self._context is not None:
-                    self._context.free()
-                if self._native is not None:
-                    self._native.free()
+                for part in self._engine:
+                    part.free()
         finally:
             self._turns.release()
 
@@ -299,6 +300,20 @@ class LlamaCppModel:
 
     def __repr__(self) -> str:
         return f"LlamaCppModel({str(self.path)!r})"
+
+
+def _free_when_idle(turns: Turns, engine: list[NativeContext | NativeModel]) -> None:
+    """Free a forgotten engine, or one at the end of the process, unless a thread still computes with it."""
+    for part in engine:
+        if isinstance(part, NativeContext):
+            part.abort()
+    try:
+        idle = turns.acquire(EXIT_SECONDS)
+    except ModelError:  # this thread itself left a stream unfinished: nothing computes
+        idle = True
+    if idle:
+        for part in engine:
+            part.free()
 
 
 def _file_state(path: Path) -> tuple[int, ...]:

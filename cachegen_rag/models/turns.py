@@ -16,8 +16,8 @@ class Turns:
         self._waiting: deque[threading.Event] = deque()
         self._owner: int | None = None
 
-    def acquire(self) -> None:
-        """Wait for the turn.
+    def acquire(self, timeout: float | None = None) -> bool:
+        """Wait for the turn, at most ``timeout`` seconds; whether it came.
 
         Raises ModelError instead of waiting for ever when this thread itself has the turn (an unfinished stream).
         """
@@ -30,20 +30,28 @@ class Turns:
                 )
             if self._owner is None:
                 self._owner = me
-                return
+                return True
             turn = threading.Event()
             self._waiting.append(turn)
         try:
-            turn.wait()
+            turn.wait(timeout)
         except BaseException:  # KeyboardInterrupt while waiting
-            with self._guard:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
-                    raise
-            self.release()
+            if not self._leave(turn):
+                self.release()
             raise
+        if not turn.is_set() and self._leave(turn):
+            return False
         with self._guard:
             self._owner = me
+        return True
+
+    def _leave(self, turn: threading.Event) -> bool:
+        """Wait no longer; False if the turn has come meanwhile."""
+        with self._guard:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+                return True
+            return False
 
     def release(self) -> None:
         """Pass the turn on. Any thread may do it: a generator can be closed by another thread than started it."""

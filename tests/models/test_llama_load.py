@@ -202,6 +202,42 @@ def test_close_waits_for_the_session(tiny_gguf: Path) -> None:
     assert not closing.is_alive() and model._closed
 
 
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "pass",
+        "stream = answer(); next(stream)",
+        "threading.Thread(target=compute, daemon=True).start(); time.sleep(0.2)",
+        "threading.Thread(target=lambda: next(answer())).start()",
+    ],
+    ids=["idle", "unfinished stream", "a thread computes", "a thread's unfinished stream"],
+)
+def test_the_process_ends_cleanly(tiny_gguf: Path, ending: str) -> None:
+    """Freeing the engine under a thread that computes would be a crash at exit."""
+    code = f"""
+import threading, time
+from cachegen_rag.models.base import Sampling
+from cachegen_rag.models.llama_cpp import LlamaCppModel
+model = LlamaCppModel({str(tiny_gguf)!r}, n_ctx=2048, n_threads=1)
+model.context
+def answer():
+    with model.session() as session:
+        session.decode([1, 2, 3])
+        yield from session.generate(Sampling(max_tokens=100))
+def compute():
+    try:
+        with model.session() as session:
+            while True:
+                session.decode([7] * 1000)
+                session.truncate(0)
+    except Exception:
+        pass
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr.decode()
+
+
 def test_first_use_by_many_threads(tiny_gguf: Path) -> None:
     model = LlamaCppModel(tiny_gguf, n_ctx=64, n_threads=1)
     found: list[Any] = []

@@ -125,3 +125,14 @@ def test_interrupted_while_waiting(granted: bool, monkeypatch: pytest.MonkeyPatc
     assert caught == [KeyboardInterrupt]
     turns.acquire()
     turns.release()
+
+
+def test_waiting_ends_after_the_timeout() -> None:
+    turns, came = Turns(), []
+    turns.acquire()
+    thread = threading.Thread(target=lambda: came.append(turns.acquire(0.05)))
+    thread.start()
+    thread.join(10)
+    assert came == [False] and not turns._waiting
+    turns.release()
+    assert turns.acquire(0.05)
