@@ -24,8 +24,8 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Seconds (median and quartiles) of prefill, encoding and decoding of one document, taking turns.
 
-    Decoding is what a hit does with its bytes: verify (SHA-256 too), parse, decode, rotate, into rows that the engine handed out;
-    ``commit_s`` is what the engine then does with them. Chunks are spread over ``threads`` threads.
+    Decoding is what a hit does with its bytes: verify (SHA-256 too), parse, decode, rotate, into rows that the engine
+    handed out; ``commit_s`` is what the engine then does with them. Chunks are spread over ``threads`` threads.
     """
     cores = threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     ranges = list(chunk_ranges(len(kv), chunk_tokens))
