@@ -306,6 +306,8 @@ class LlamaSession:
     def _close(self, failed: bool) -> None:
         """End the session: an empty context, but for the kept runs."""
         self._open = False
+        if not self._context.pointer:  # freed at the end of the process, before an unfinished stream was closed
+            return
         if failed:
             self._model.kept.forget()
             self._context.clear()
