@@ -67,7 +67,7 @@ class LlamaCppModel:
         n_batch: int = 512,
         kv_type: str = "f16",
         n_gpu_layers: int = 0,
-        keep_tokens: int = 1024,
+        keep_tokens: int = 2048,
         name: str | None = None,
     ) -> None:
         self.path = Path(path)

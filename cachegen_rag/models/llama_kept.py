@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cachegen_rag.models.llama_native import FIRST_KEPT, MAIN, NativeContext
 
-KEPT_RUNS = 2
+KEPT_RUNS = 5
 
 
 class KeptRuns:

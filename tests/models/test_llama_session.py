@@ -18,6 +18,7 @@ from cachegen_rag.errors import (
     SpliceRefusedError,
 )
 from cachegen_rag.models.llama_cpp import LlamaCppModel
+from cachegen_rag.models.llama_kept import KEPT_RUNS
 from cachegen_rag.models.llama_native import FIRST_KEPT, SCRATCH, NativeContext
 
 
@@ -92,6 +93,9 @@ def test_kept_runs_are_bounded_and_least_recent_goes(tiny_gguf: Path) -> None:
         assert (kept(a), kept(b), kept(c)) == (30, 0, 50)
         assert keep([*a, 9]) and kept([*a, 9, 9]) == 31
         assert model.kept.tokens <= 100
+        for token in range(KEPT_RUNS + 2):
+            assert keep([100 + token] * 2)
+        assert [kept([100 + token] * 2) for token in range(KEPT_RUNS + 2)] == [0, 0] + [2] * KEPT_RUNS
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
