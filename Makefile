@@ -19,6 +19,9 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -P -m pytest
 
+notebooks: $(VENV)/.test
+	CACHEGEN_RAG_NOTEBOOKS=1 $(BIN)/python -P -m pytest tests/test_cookbook.py
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
