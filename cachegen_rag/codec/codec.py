@@ -154,6 +154,14 @@ class Codec:
             CODING_EXACT if stream.level == 0 else CODING_TRANSFORM
         ):
             raise CorruptBitstreamError(f"level {stream.level} with coding {stream.coding} does not exist")
+        if stream.segment:
+            raise CorruptBitstreamError(f"refinement {stream.segment} of a level: this version has none")
+        found, needed = {(s.type, s.index) for s in stream.sections}, {(SECTION_ROWS, 0)}
+        if stream.coding == CODING_TRANSFORM:
+            needed = {(SECTION_STREAM, i) for i, coder in enumerate(self.coders(stream.level)) if len(coder.columns)}
+            found -= {(SECTION_ROWS, 0), (SECTION_ESCAPES, 0)}
+        if found != needed:
+            raise CorruptBitstreamError(f"sections are missing or in excess: {sorted(found ^ needed)[:8]}")
         return stream
 
     def decode(self, data: bytes | memoryview, dtype: Any = np.float16) -> KV:
@@ -207,13 +215,18 @@ class Codec:
 
     def _on_device(self, array: Any) -> Any:
         """The codec of the device where a torch tensor lies, or None for a numpy array."""
-        if isinstance(array, np.ndarray):
-            return None
+        return None if isinstance(array, np.ndarray) else self.on_device(array.device)
+
+    def on_device(self, device: Any) -> Any:
+        """This codec on a ``torch.device``: a :class:`cachegen_rag.codec.device.DeviceCodec`, made on first use.
+
+        Raises KernelUnavailableError.
+        """
         from cachegen_rag.codec.device import DeviceCodec
 
-        if array.device not in self._devices:
-            self._devices[array.device] = DeviceCodec(self, array.device)
-        return self._devices[array.device]
+        if device not in self._devices:
+            self._devices[device] = DeviceCodec(self, device)
+        return self._devices[device]
 
     def _symbols(self, stream: Bitstream, index: int, coder: BlockCoder) -> NDArray[np.int8]:
         if not len(coder.columns):

@@ -96,7 +96,7 @@ def pack_integers(values: NDArray[np.int32]) -> bytes:
 
 
 def unpack_integers(data: memoryview) -> NDArray[np.int32]:
-    """Inverse of :func:`pack_integers`. Raises CorruptBitstreamError if a number exceeds 32 bits or is cut."""
+    """Inverse of :func:`pack_integers`. Raises CorruptBitstreamError if a number exceeds 28 bits, is cut or too long."""
     raw = np.frombuffer(data, np.uint8)
     last = np.flatnonzero(raw < 0x80)
     if len(raw) and (not len(last) or last[-1] != len(raw) - 1):
@@ -104,6 +104,8 @@ def unpack_integers(data: memoryview) -> NDArray[np.int32]:
     length = np.diff(last, prepend=-1)
     if np.any(length > 4):
         raise CorruptBitstreamError("an escape has more than 28 bits")
+    if np.any(raw[last[length > 1]] == 0):
+        raise CorruptBitstreamError("an escape is not in its shortest form")
     value = np.zeros(len(last), np.int64)
     for i in range(int(length.max(initial=0))):
         has = length > i
