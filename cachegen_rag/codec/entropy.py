@@ -96,7 +96,7 @@ def pack_integers(values: NDArray[np.int32]) -> bytes:
 
 
 def unpack_integers(data: memoryview) -> NDArray[np.int32]:
-    """Inverse of :func:`pack_integers`. Raises CorruptBitstreamError if a number exceeds 28 bits, is cut or too long."""
+    """Inverse of :func:`pack_integers`. Raises CorruptBitstreamError for a number cut, too long or too large."""
     raw = np.frombuffer(data, np.uint8)
     last = np.flatnonzero(raw < 0x80)
     if len(raw) and (not len(last) or last[-1] != len(raw) - 1):
