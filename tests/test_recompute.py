@@ -118,9 +118,9 @@ def test_methods_that_lack_what_they_need_say_so():
 
 
 def test_budgets():
-    prompt = prompt_of(10, 100, 2, 100, 20)
+    prompt = prompt_of(10, 100, 2, 200, 20)
     steps = plan(prompt, prompt.documents)
-    assert Recompute(Heads(), 0.15).tokens(prompt, steps) == 30
+    assert Recompute(Heads(), 0.15).tokens(prompt, steps) == 30  # of the document behind the first
     auto = Recompute(Heads(), "auto")
     assert auto.tokens(prompt, steps) == 30
     # 32 tokens are decoded anyway; 1 s at 70 tokens a second leaves 38
@@ -131,6 +131,13 @@ def test_budgets():
     assert Recompute(QueryAware(), "auto").tokens(prompt, steps, target_s=1.0, tokens_per_s=70) == 18
     with pytest.raises(ConfigError, match="fraction"):
         Recompute(Heads(), 1.5)
+
+
+def test_a_single_document_needs_no_recompute():
+    for prompt in (prompt_of(10, 100, 20), prompt_of(10)):
+        steps = plan(prompt, prompt.documents)
+        assert Recompute(QueryAware(), 0.3).tokens(prompt, steps) == 0
+        assert Recompute(QueryAware(), "auto").tokens(prompt, steps, target_s=9.0, tokens_per_s=70) == 0
 
 
 def test_attention_is_the_squared_softmax_of_rotated_queries_and_keys():
