@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,8 @@ from cachegen_rag.prefilling import Prefill, PrefillReport, Progress
 from cachegen_rag.profiles import find_profile
 from cachegen_rag.prompt import Document, KnownTexts, Message, Prompt, build_prompt, document_tokens, with_documents
 from cachegen_rag.recompute import Heads, Recompute
-from cachegen_rag.stores.base import Store, open_store
+from cachegen_rag.stores.base import FetchStore, Store, open_store
+from cachegen_rag.streaming.ahead import Ahead
 from cachegen_rag.streaming.pipeline import Loader
 from cachegen_rag.warm import WarmContext
 
@@ -60,6 +62,10 @@ class CacheStats:
     def as_dict(self) -> dict[str, Any]:
         """A JSON-ready copy."""
         return dataclasses.asdict(self)
+
+
+PREFETCH_SECONDS = 10.0
+"""How long a manifest that is read ahead may take before the attempt is given up."""
 
 
 class Stream:
@@ -175,6 +181,8 @@ class KVCache:
         self._slo, self._make_loader = slo, loader
         self._exact: ExactRuns | None = None
         self._loader: Loader | None = None
+        self._ahead: Ahead | None = None
+        self._prefetching: ThreadPoolExecutor | None = None
         self._setup = threading.RLock()
         self._counting = threading.Lock()
         self._stats = CacheStats()
@@ -211,7 +219,10 @@ class KVCache:
                     runs = Library(self.store, Codec(profile, self.model.fingerprint.digest(), sinks=True), self._salt)
                     self._exact = ExactRuns(runs, self._exact_bytes, self.level(codec), self._chunk_tokens)
                 engine = f"{self.model.fingerprint.weights[:16]}/{getattr(self.model, 'n_threads', '')}"
-                self._loader = self._make_loader(self.store, engine)
+                if self.store.remote and isinstance(self.store, FetchStore):
+                    self._ahead = Ahead(self.store)
+                reading: Any = self._ahead or self.store
+                self._loader = self._make_loader(reading, engine)
             return self._library
 
     def level(self, codec: Codec) -> int:
@@ -258,7 +269,30 @@ class KVCache:
         return key is not None and library is not None and library.contains(key, (self.level(library.codec),))
 
     def prefetch(self, documents: Iterable[Any]) -> None:
-        """Tell the store that these documents are about to be read. Best effort; returns at once."""
+        """Begin to read the KV of documents that a request is about to have. Best effort; returns at once.
+
+        Only a remote store gains by it: the bitstreams are on their way while the prompt is still being built.
+        """
+        if self.store.remote:
+            with self._setup:
+                if self._prefetching is None:
+                    self._prefetching = ThreadPoolExecutor(1, thread_name_prefix="cachegen-ahead")
+                self._prefetching.submit(self._prefetch, list(documents))
+
+    def _prefetch(self, documents: Sequence[Any]) -> None:
+        try:
+            library = self.library()
+            if library is None or self._ahead is None or self.refusal is not None:
+                return
+            manifests = [(key, self._ahead.prefetch("ac", key)) for key in map(self.key, documents) if key is not None]
+            for key, reading in manifests:
+                data = reading.result(PREFETCH_SECONDS)
+                if data is not None:
+                    for chunk in library.read_manifest(key, data).chunks:
+                        for segment in chunk.level(self.level(library.codec)).segments:
+                            self._ahead.prefetch("cas", segment.sha256, segment.length)
+        except Exception as error:  # the request itself will find out, and say why
+            log.info("prefetch gave up: %s", error)
 
     def learn(self, limit: int | None = None) -> int:
         """Compute and store leading combinations that requests have repeated (at most ``limit``); how many were stored.
@@ -433,6 +467,8 @@ class KVCache:
     def close(self) -> None:
         """Stop the loader's threads and close the store. The model stays open."""
         with self._setup:
+            if self._prefetching is not None:
+                self._prefetching.shutdown(wait=False, cancel_futures=True)
             if self._loader is not None:
                 self._loader.close()
             self.store.close()
