@@ -83,7 +83,11 @@ class Transform:
         """Per block: the inverses of the joint basis and of the cells' bases."""
 
         def inverse(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-            return np.linalg.inv(matrix.astype(np.float64)).astype(np.float32)
+            try:
+                inverted: NDArray[np.float32] = np.linalg.inv(matrix.astype(np.float64)).astype(np.float32)
+            except np.linalg.LinAlgError:
+                raise ProfileError("a basis of the profile has no inverse") from None
+            return inverted
 
         return [(inverse(b.joint_matrix), [inverse(c.matrix) for c in b.cells]) for b in self.profile.blocks]
 
