@@ -276,9 +276,9 @@ def look(session: Session, prompt: Prompt, rope: RopeSpec, band: tuple[float, fl
 class Recompute:
     """What is recomputed in a request: a method, and a budget.
 
-    budget : a fraction of the tokens of spliced documents that stand behind another document (what is lost is what
-        documents say to each other; a single document needs none), or ``"auto"``: what the time to the first token
-        leaves.
+    budget : a fraction of the spliced documents' tokens, or ``"auto"``: what the time to the first token leaves. For a
+        method that looks at the question only documents behind another one count: what splicing loses is what
+        documents say to each other, and looking for it costs time that a single document's prompt need not spend.
     """
 
     method: Method = field(default_factory=Nothing)
@@ -297,8 +297,8 @@ class Recompute:
         ``auto`` spends what is left of ``target_s`` at ``tokens_per_s`` after everything else is decoded (twice the
         question for a method that looks at it), and ``max_fraction`` at most; without both numbers, 15 %.
         """
-        behind = [i for i in steps.spliced if i > min(prompt.documents)]
-        spliced = sum(len(prompt.segments[i]) for i in behind)
+        first = min(prompt.documents, default=0) if self.method.looks else -1
+        spliced = sum(len(prompt.segments[i]) for i in steps.spliced if i > first)
         if self.budget != "auto":
             return int(self.budget * spliced)
         if target_s is None or not tokens_per_s:

@@ -120,13 +120,14 @@ def test_methods_that_lack_what_they_need_say_so():
 def test_budgets():
     prompt = prompt_of(10, 100, 2, 200, 20)
     steps = plan(prompt, prompt.documents)
-    assert Recompute(Heads(), 0.15).tokens(prompt, steps) == 30  # of the document behind the first
+    assert Recompute(Heads(), 0.15).tokens(prompt, steps) == 45
+    assert Recompute(QueryAware(), 0.15).tokens(prompt, steps) == 30  # of the document behind the first
     auto = Recompute(Heads(), "auto")
-    assert auto.tokens(prompt, steps) == 30
+    assert auto.tokens(prompt, steps) == 45
     # 32 tokens are decoded anyway; 1 s at 70 tokens a second leaves 38
     assert auto.tokens(prompt, steps, target_s=1.0, tokens_per_s=70) == 38
     assert auto.tokens(prompt, steps, target_s=1.0, tokens_per_s=20) == 0
-    assert auto.tokens(prompt, steps, target_s=9.0, tokens_per_s=70) == 60
+    assert auto.tokens(prompt, steps, target_s=9.0, tokens_per_s=70) == 90
     # looking at the question costs the question
     assert Recompute(QueryAware(), "auto").tokens(prompt, steps, target_s=1.0, tokens_per_s=70) == 18
     with pytest.raises(ConfigError, match="fraction"):
