@@ -88,7 +88,7 @@ class Experts:
     the recent prediction errors, for safety margins.
     """
 
-    def __init__(self, prior: float = DEFAULT_RATE, *, sharpness: float = 2.0, memory: float = 0.85) -> None:
+    def __init__(self, prior: float = DEFAULT_RATE, *, sharpness: float = 4.0, memory: float = 0.9) -> None:
         self._experts: Sequence[Estimator] = (
             LastValue(prior),
             HarmonicMean(prior, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from cachegen_rag.streaming.policy import Planner, Policy
 from cachegen_rag.streaming.transfer import Part, Transfer
 
 SAVE_SECONDS = 60.0
-LOOK_UP_SECONDS = (0.3, 2.0)
+LOOK_UP_SECONDS = (0.5, 2.0)
 """Shortest and longest time that looking documents up at a remote store may take."""
 LOOK_UP_SHARE = 0.1
 """Of the time that computing the prompt takes: what a look-up may cost before the text is computed instead."""
@@ -109,9 +110,9 @@ class Loader:
         """Whether anything is being fetched. The lock is held."""
         return bool(self.flying)
 
-    def bytes_in_flight(self) -> int:
-        """Bytes asked for by any request that have not arrived. The lock is held."""
-        return sum(transfer._left.get(i, 0) for (_, i), transfer in self.flying.items())
+    def bytes_in_flight(self, priority: float = math.inf) -> int:
+        """Bytes that have not arrived, of what requests up to ``priority`` have asked for. The lock is held."""
+        return sum(t.bytes_left(i) for (_, i), t in self.flying.items() if t.priority <= priority)
 
     def closed(self, transfer: Transfer) -> None:
         """A transfer has ended: remember what was measured."""

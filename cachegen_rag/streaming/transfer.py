@@ -33,6 +33,10 @@ IN_FLIGHT = 4
 """Transfers of one request under way at once: enough to hide round trips, few enough to arrive in order."""
 PATIENCE = 1.2
 """The model computes a slice instead of waiting if the chunk is expected later than this many slices."""
+ASK_AHEAD = 16 << 10
+"""Bytes still to come of what was asked for when the next chunk is asked for, at least: the link never runs dry."""
+PIECE = 4096
+"""Bytes that make a piece: a transfer from which fewer come is as good as silent."""
 NOTICEABLE = 0.025
 """Seconds by which the store must be slower than computing before it is not asked."""
 SLICE_SECONDS = 0.1
@@ -115,14 +119,16 @@ class Transfer:
         self._asked: dict[int, float] = {}
         self._left: dict[int, int] = {}  # bytes that have not arrived yet, of what is being fetched
         self._heard: set[int] = set()  # parts whose answer has begun to arrive
+        self._progress: dict[int, tuple[float, int]] = {}  # when a piece worth the name last came, bytes left then
         self._jobs: list[Future[None]] = []
         self._at = 0  # the part the model is at
         self._done = 0  # tokens of it that are computed
         self._closed = False
         self._plan_compute = 0
-        self._costs(prefix, tail)
+        with self._lock:
+            self._costs(prefix, tail)
         slowest = loader.text.seconds(sum(len(p.token_ids) for p in self.parts), 0)
-        self._priority = due if due is not None else self.began + slowest
+        self.priority = due if due is not None else self.began + slowest
 
     # ---- what the session's owner calls ----
 
@@ -130,17 +136,16 @@ class Transfer:
         """Start fetching. What lies on this machine is read once its target is attached."""
         with self._lock:
             if self._loader.remote:
-                for i, part in enumerate(self.parts):
-                    if self._loader.has_local(self._segments(i, part.level)):
-                        self._status[i] = "arrived"  # as good as here: read when it is decoded
-                        self.outcomes[i].level = part.level
+                for i in self._waiting():
+                    if self._loader.has_local(self._segments(i, self.parts[i].level)):
+                        self._at_hand(i)
                 self._schedule()
             elif reason := self._slower_than_computing():
-                for i in range(len(self.parts)):
+                for i in self._waiting():
                     self._fail(i, reason)
             else:
-                for i, part in enumerate(self.parts):
-                    self._status[i], self.outcomes[i].level = "arrived", part.level
+                for i in self._waiting():
+                    self._at_hand(i)
 
     def attach(self, i: int, target: KVTarget) -> None:
         """Where part ``i`` goes; needed before it can be decoded."""
@@ -182,6 +187,10 @@ class Transfer:
                     return Compute(tokens)
                 self._changed.wait(min(max(1.5 * wait, 0.005), 1.0) if self._loader.fill else 1.0)
 
+    def bytes_left(self, i: int) -> int:
+        """Bytes of part ``i`` that are on their way."""
+        return self._left.get(i, 0)
+
     def spliced(self, i: int, start: float, stop: float) -> None:
         """For the timeline: part ``i`` was committed and taken (``time.monotonic()``)."""
         self._event("splice", i, start, stop, self.outcomes[i].level)
@@ -207,6 +216,13 @@ class Transfer:
                 job.exception()
         self._loader.closed(self)
 
+    def _waiting(self) -> list[int]:
+        return [i for i, status in enumerate(self._status) if status == "waiting"]
+
+    def _at_hand(self, i: int) -> None:
+        """Part ``i`` lies on this machine: as good as arrived, it is read when it is decoded."""
+        self._status[i], self.outcomes[i].level = "arrived", self.parts[i].level
+
     # ---- fetching (the lock is held) ----
 
     def _schedule(self) -> None:
@@ -215,8 +231,8 @@ class Transfer:
         while not self._closed and len(self._fetches) < IN_FLIGHT and "waiting" in self._status[first:]:
             now = time.monotonic()
             rate, trip = loader.rate(now), loader.meter.round_trip.seconds()
-            ahead = loader.bytes_in_flight()
-            if self._fetches and ahead > rate * (trip + 0.002):
+            ahead = loader.bytes_in_flight(self.priority)
+            if self._fetches and ahead > max(rate * (trip + 0.002), ASK_AHEAD):
                 return
             link = Link(rate, trip if not self._fetches else 0.0, loader.meter.estimator.error())
             target = None if self._due is None else self._due - now
@@ -232,6 +248,7 @@ class Transfer:
         outcome = self.outcomes[i]
         outcome.level, self._status[i] = level, "fetching"
         self._left[i], self._asked[i] = segment.length, time.monotonic()
+        self._progress[i] = self._asked[i], segment.length
         idle = not self._loader.busy()
 
         def arrived(size: int) -> None:
@@ -245,11 +262,13 @@ class Transfer:
                         self._loader.meter.began(now, now - self._asked[i] if idle else None)
                     return
                 self._left[i] = max(0, self._left[i] - size)
+                if self._progress[i][1] - self._left[i] >= PIECE:
+                    self._progress[i] = now, self._left[i]
                 self._loader.meter.arrived(now, size)
                 self._schedule()
 
         try:
-            future = self._loader.fetch(segment, self._priority, arrived)
+            future = self._loader.fetch(segment, self.priority, arrived)
         except StoreError as error:
             self._fail(i, f"{type(error).__name__}: {error}")
             return
@@ -356,7 +375,7 @@ class Transfer:
         loader, parts = self._loader, self.parts
         choose = self._due is not None and loader.remote
         self._levels = [_levels(part, choose) for part in parts]
-        rows = max((len(levels) for levels in self._levels), default=1)
+        rows = max([1, *map(len, self._levels)])
         self._sizes = np.full((rows, len(parts)), MISSING)
         self._losses, self._decodes = np.zeros((2, rows, len(parts)))
         self._text, self._splice = np.zeros((2, len(parts)))
@@ -372,7 +391,7 @@ class Transfer:
                 self._decodes[row, i] = tokens * loader.costs.mean(_decode_key(part.codec, level), 1e-4)
             gap = text(part.gap, part.start)
             self._text[i] = gap + text(tokens, part.start)
-            splice = tokens * loader.costs.mean(f"splice/{loader.model}", 2e-5)
+            splice = tokens * loader.costs.mean(f"splice/{loader.model}", 0.0)
             self._splice[i] = gap + splice + text(part.head, part.start)
         end = parts[-1].start + len(parts[-1].token_ids) if parts else prefix
         self._tail = text(tail, end)
@@ -412,14 +431,20 @@ class Transfer:
         if status == "ready":
             return 0.0
         if status in ("failed", "waiting"):
-            return math.inf if status == "failed" else self._loader.bytes_in_flight() / self._loader.rate(now) + 0.1
+            return (
+                math.inf
+                if status == "failed"
+                else self._loader.bytes_in_flight(self.priority) / self._loader.rate(now) + 0.1
+            )
         level = self.outcomes[i].level
         decode = float(self._decodes[self._levels[i].index(level), i]) if level in self._levels[i] else 0.0
         if status in ("arrived", "decoding"):
             waiting = sum(1 for state in self._status[self._at : i + 1] if state == "decoding")
             return decode * max(1.0, waiting / self._loader.threads)
         ahead = sum(left for j, left in self._left.items() if j <= i)
-        return ahead / self._loader.rate(now) + decode
+        # What has been silent for a while is likely to stay so for as long again, whatever the link's rate was.
+        silent = now - self._progress[i][0] - self._loader.meter.round_trip.seconds()
+        return max(ahead / self._loader.rate(now), silent) + decode
 
     def _slice_tokens(self) -> int:
         rate = 256 / max(self._loader.text.seconds(256, self.parts[self._at].start), 1e-9)
@@ -433,7 +458,8 @@ class Transfer:
         stored, text = decode / self._loader.threads + float(self._splice.sum()), float(self._text.sum())
         if stored < text + NOTICEABLE:
             return None
-        for name in {_decode_key(part.codec, part.level) for part in self.parts}:
+        decoders = {_decode_key(part.codec, part.level) for part in self.parts}
+        for name in (f"splice/{self._loader.model}", *decoders):
             self._loader.costs.doubt(name)
         return f"computing is faster here: {text * 1e3:.0f} ms against {stored * 1e3:.0f} ms from the store"
 
