@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,7 +85,7 @@ class DeviceCodec:
         self._uploader = Uploader(device)
         self._tables: dict[int, Any] = {}
         self._forwards: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        self._lock, self._streams = threading.Lock(), threading.local()
 
     def tables(self, level: int) -> Any:
         """The ``LevelTables`` of a level, on the device; made on first use."""
@@ -92,6 +93,7 @@ class DeviceCodec:
             if level not in self._tables:
                 blocks = [(c.columns, c.transform) for c in self._codec.coders(level)]
                 self._tables[level] = self._kernels.LevelTables.of(blocks, self._codec.models, self._device)
+                self._wait()
             return self._tables[level]
 
     def fill(self, streams: Sequence[Bitstream], sources: Sequence[memoryview], targets: Sequence[KVTarget]) -> None:
@@ -100,7 +102,15 @@ class DeviceCodec:
         ``sources`` are the bytes that the bitstreams were parsed from. Raises CorruptBitstreamError; the targets may
         have been written then.
         """
-        tables = self.tables(streams[0].level)
+        with self._decoding(targets[0]):
+            batch = self.batch(streams, sources)
+            try:
+                batch.decode(self.targets(batch.tables, targets)).check()
+            except KernelError as error:
+                raise CorruptBitstreamError(f"the symbols cannot be decoded: {error}") from None
+
+    def batch(self, streams: Sequence[Bitstream], sources: Sequence[memoryview]) -> Any:
+        """Chunks of one level, uploaded together: a ``triton_decode.Batch``."""
         chunks = [self._chunk(s, np.frombuffer(d, np.uint8)) for s, d in zip(streams, sources, strict=True)]
         padded = [len(c.data) + -len(c.data) % _ALIGNMENT for c in chunks]
         at = np.cumsum([0, *padded])
@@ -111,17 +121,38 @@ class DeviceCodec:
             for chunk, start in zip(chunks, at, strict=False):
                 joined[start : start + len(chunk.data)] = chunk.data
             payload = self._uploader.upload(joined)
-        batch = self._kernels.Batch(tables, chunks, payload, at[:-1].tolist())
-        try:
-            batch.decode(self._targets(tables, targets)).check()
-        except KernelError as error:
-            raise CorruptBitstreamError(f"the symbols cannot be decoded: {error}") from None
+        return self._kernels.Batch(self.tables(streams[0].level), chunks, payload, at[:-1].tolist())
+
+    @contextmanager
+    def _decoding(self, target: KVTarget) -> Iterator[None]:
+        """Run on a stream of this thread's own, beside the model's work, once the target's memory is free."""
+        if self._device.type != "cuda":
+            yield
+            return
+        if not hasattr(self._streams, "stream"):
+            self._streams.stream = torch.cuda.Stream(self._device)
+        stream = self._streams.stream
+        ready = getattr(target.state, "ready", None)
+        if ready is not None:
+            stream.wait_event(ready)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
 
     def encode(self, kv: KV, level: int, exact: NDArray[np.int64]) -> tuple[NDArray[np.int32], list[bytes]]:
         """A chunk whose arrays are tensors of this device: the escapes' values, and every block's stream.
 
         exact : rows that are stored otherwise; they are coded as zeros. Raises KernelError.
         """
+        escaped, streams = self.encode_chunks(kv, level, [len(kv)], exact)
+        return escaped[0], streams[0]
+
+    def encode_chunks(
+        self, kv: KV, level: int, rows: Sequence[int], exact: NDArray[np.int64] | None = None
+    ) -> tuple[list[NDArray[np.int32]], list[list[bytes]]]:
+        """Like :meth:`encode`, for consecutive chunks of ``rows`` tokens each."""
+        exact = np.empty(0, np.int64) if exact is None else exact
         encoder, tables, forward = triton_encoder(self._device), self.tables(level), self._forward_of(level)
         keys, values = _rows_contiguous(kv.keys), _rows_contiguous(kv.values)
         symbols, at, escaped = encoder.quantize(forward, tables, keys, values)
@@ -132,8 +163,10 @@ class DeviceCodec:
             row, column, escaped = row[kept], column[kept], escaped[kept]
         # The list goes block by block.
         ends = np.cumsum([len(c.columns) for c in self._codec.coders(level)])
-        order = np.argsort(np.searchsorted(ends, column, side="right"), kind="stable")
-        return escaped[order], encoder.entropy_code(symbols, tables, [len(kv)])[0]
+        block, chunk = np.searchsorted(ends, column, side="right"), np.searchsorted(np.cumsum(rows), row, side="right")
+        order = np.lexsort((np.arange(len(row)), block, chunk))
+        cuts = np.searchsorted(chunk[order], np.arange(1, len(rows)))
+        return np.split(escaped[order], cuts), encoder.entropy_code(symbols, tables, rows)
 
     def _forward_of(self, level: int) -> Any:
         tables = self.tables(level)
@@ -142,7 +175,13 @@ class DeviceCodec:
                 encoder = triton_encoder(self._device)
                 blocks = [_block_forward(encoder, coder) for coder in self._codec.coders(level)]
                 self._forwards[level] = encoder.Forward.of(blocks, tables)
+                self._wait()
             return self._forwards[level]
+
+    def _wait(self) -> None:
+        """Finish what was begun on this stream: tables are used from others."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def fill_rows(
         self, keys: NDArray[np.float16], values: NDArray[np.float16], tokens: NDArray[np.int64], target: KVTarget
@@ -164,7 +203,8 @@ class DeviceCodec:
             sizes.append(len(view))
         return self._kernels.Chunk(data, offsets, sizes, len(stream), self._codec.escapes(stream))
 
-    def _targets(self, tables: Any, targets: Sequence[KVTarget]) -> Any:
+    def targets(self, tables: Any, targets: Sequence[KVTarget]) -> Any:
+        """Where the chunks' rows go: ``triton_decode.Targets``."""
         first, rope = targets[0], targets[0].rope
         positions = np.concatenate([t.positions for t in targets])
         cosine, sine = cos_sin(positions, rope)

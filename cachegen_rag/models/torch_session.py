@@ -8,6 +8,7 @@ positions and a mask by position, so the result is that of computing them one ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,8 +39,13 @@ QUEUED_TOKENS = 64
 MAX_PASS_TOKENS = 2048
 """Tokens of one forward pass; bounds its memory."""
 
-_IN_PLACE = object()
-"""State of a target whose rows lie in the library itself."""
+
+@dataclass(frozen=True)
+class Staged:
+    """State of a target: whether its rows lie in the library, and the CUDA event after which they may be written."""
+
+    in_place: bool
+    ready: Any
 
 
 class TransformersSession:
@@ -167,7 +173,7 @@ class TransformersSession:
         for arrays in (target.keys, target.values):
             _require_finite([torch.as_tensor(rows) for rows in arrays])
         where = torch.from_numpy(target.positions.astype(np.int64))
-        if target.state is not _IN_PLACE:
+        if not target.state.in_place:
             on_device = where.to(self._loaded.device)
             for memory, arrays in ((self._library.keys, target.keys), (self._library.values, target.values)):
                 for layer, rows in zip(memory, arrays, strict=True):
@@ -350,6 +356,11 @@ class TransformersSession:
         """``[layers, kv_heads, n, dim]`` as one ``[n, kv_heads, dim]`` view a layer."""
         rows = memory.transpose(1, 2)
         return list(rows) if self._loaded.device.type != "cpu" else [layer.numpy() for layer in rows]
+
+
+def _event(device: torch.device) -> Any:
+    """What marks this point of the device's work, for a decoder that runs on another stream; None on the CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def _require_finite(layers: list[torch.Tensor]) -> None:

@@ -122,7 +122,7 @@ class TransformersModel:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         n_ctx: int | None = None,
-        keep_tokens: int = 1024,
+        keep_tokens: int = 2048,
     ) -> None:
         if n_ctx is not None and n_ctx < 8:
             raise ConfigError(f"n_ctx={n_ctx} must be at least 8")
