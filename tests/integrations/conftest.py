@@ -46,7 +46,7 @@ def real_cache(real_engine: Any) -> Any:
 def tiny_profile(tiny_model: Any) -> Profile:
     from cachegen_rag import calibrate
 
-    return calibrate(tiny_model, TEXTS)
+    return calibrate(tiny_model, TEXTS * 3)
 
 
 @pytest.fixture
