@@ -47,7 +47,7 @@ from cachegen_rag.stores.memory import MemoryStore
 from cachegen_rag.trial import place
 from cachegen_rag.warm import WarmContext, context_ids
 
-N_CTX = 4096
+LEAST_CTX = 4096
 TARGETS = (0.01, 0.03, 0.09)
 PLACEMENTS = ("document", "start")
 KEY = "0" * 64  # the bench keeps one document at a time; its key says nothing
@@ -193,7 +193,7 @@ def run(
     """
     say = progress or _to_terminal
     with ExitStack() as stack:
-        engine = _engine(model, threads, stack)
+        engine = _engine(model, threads, max(LEAST_CTX, tokens + continuation + 1024), stack)
         texts = load(data)
         codec_profile = _profile(engine, profile, texts.tuned, say)
         measured = engine if weights is None else _requantized(engine, weights, threads, stack)
@@ -339,9 +339,9 @@ def _cut(passage: Passage, tokens: int, continuation: int) -> Passage:
     return Passage(ids[:tokens], ids[tokens : tokens + continuation])
 
 
-def _engine(model: str | Path | KVModel | None, threads: int | None, stack: ExitStack) -> KVModel:
+def _engine(model: str | Path | KVModel | None, threads: int | None, n_ctx: int, stack: ExitStack) -> KVModel:
     if model is None or isinstance(model, (str, Path)):
-        engine = LlamaCppModel(model or small_model_path(), n_ctx=N_CTX, n_threads=threads)
+        engine = LlamaCppModel(model or small_model_path(), n_ctx=n_ctx, n_threads=threads)
         stack.callback(engine.close)
         return engine
     return model
