@@ -246,3 +246,50 @@ def test_documents_longer_than_a_batch(tiny_gguf):
         wanted, kv = full(model, prompt)
         with model.session() as session:
             assert np.abs(spliced(session, prompt, kv, plan(prompt, [1])) - wanted).max() < 0.02
+
+
+def test_a_document_cut_inside_a_character_is_spliced_by_its_ids(tiny_model):
+    """Text of the cut ids would hold a replacement character; nothing ever tokenizes it again."""
+    text = "the king \U0001f451\U0001f451 of the city"
+    ids = tiny_model.tokenize(text)
+    cut = next(n for n in range(1, len(ids)) if tiny_model.detokenize(ids[:n]).endswith("\ufffd"))
+    prompt = plain_prompt(tiny_model, ["context ", Document(text), " who?"], max_document_tokens=cut)
+    assert list(prompt.segments[1].token_ids) == ids[:cut]
+    wanted, kv = full(tiny_model, prompt)
+    with tiny_model.session() as session:
+        assert np.abs(spliced(session, prompt, kv, plan(prompt, [1])) - wanted).max() < 0.02
+
+
+def test_a_stop_string_in_the_first_token_behind_a_splice(tiny_model):
+    prompt = chat(tiny_model, *TEXTS)
+    _, kv = full(tiny_model, prompt)
+    with tiny_model.session() as session:
+        session.decode(prompt.token_ids)
+        first = next(t for t in session.generate(Sampling(max_tokens=8)) if t.text)
+    with tiny_model.session() as session:
+        spliced(session, prompt, kv, plan(prompt, prompt.documents))
+        session.truncate(len(prompt) - 1)
+        session.decode(prompt.token_ids[-1:])
+        tokens = list(session.generate(Sampling(max_tokens=8, stop=(first.text[0],))))
+    assert "".join(t.text for t in tokens) == ""
+    assert tokens[-1].finish_reason == "stop"
+
+
+def test_a_quantized_cache_is_not_spliced(tiny_gguf):
+    from cachegen_rag.errors import SpliceRefusedError
+    from cachegen_rag.models.llama_cpp import LlamaCppModel
+
+    with LlamaCppModel(tiny_gguf, n_ctx=256, n_threads=1, kv_type="q8_0") as model:
+        assert model.refusal
+        with model.session() as session, pytest.raises(SpliceRefusedError):
+            session.stage(np.arange(3, dtype=np.int32))
+
+
+def test_documents_and_question_beyond_the_context_are_refused_before_any_compute(tiny_model):
+    from cachegen_rag.errors import ContextOverflowError
+
+    prompt = chat(tiny_model, *(TEXTS * 30))
+    assert len(prompt) < tiny_model.n_ctx
+    prompt = chat(tiny_model, *(TEXTS * 60))
+    with pytest.raises(ContextOverflowError, match=str(len(prompt))):
+        prompt.require_fits(tiny_model.n_ctx)
