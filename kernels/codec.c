@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CG_ABI 1
+#define CG_ABI 2
 #define LANES 32           /* rANS states of a stream; column c belongs to lane c % 32 */
 #define GROUP 32           /* columns of symbols are padded to a multiple of this */
 #define PROB_BITS 12       /* frequencies of a symbol model sum to 4096 */
@@ -421,10 +421,11 @@ static void rotate(const float *v, const float *cosine, const float *sine, int64
  *
  * symbols [rows][columns]; escapes: indices into symbols, and values. Value of symbol s of column c: sign(s) *
  * (|s| - shrink[2 c + (|s| > 1)]) * step[c], put at place[c] of a token's coefficients: `active` joint components,
- * then the own components of each cell in turn. joint_basis [active][joint_width], joint_width = cells * joint
+ * then the own components of each cell in turn; all of a token's are multiplied by gain[token]. joint_basis [active][joint_width], joint_width = cells * joint
  * rounded up to 16. cosine, sine [rows][rotary / 2]. half_out: rows are fp16, else float32. */
 API int cg_reconstruct(const int8_t *symbols, int64_t rows, int64_t columns, const int64_t *escape_at,
-                       const int32_t *escape_value, int64_t escapes, const float *shrink, const float *step,
+                       const int32_t *escape_value, int64_t escapes, const float *gain, const float *shrink,
+                       const float *step,
                        const int32_t *place, int64_t coefficients, const float *joint_basis, int64_t active,
                        int64_t joint, int64_t joint_width, const Cell *cells, int64_t n_cells, const float *cosine,
                        const float *sine, int halves, int half_out) {
@@ -444,16 +445,16 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, int64_t columns, con
     int64_t n = rows - first < BLOCK ? rows - first : BLOCK, padded = (n + 23) / 24 * 24;
     for (int64_t t = 0; t < n; t++) {
       const int8_t *s = symbols + (first + t) * columns;
-      float *out = z + t * coefficients;
+      float g = gain[first + t], *out = z + t * coefficients;
       for (int64_t c = 0; c < columns; c++) {
         int v = s[c], m = v < 0 ? -v : v;
         float shrunk = (float)m - shrink[2 * c + (m > 1)];
-        out[place[c]] = v ? (v < 0 ? -shrunk : shrunk) * step[c] : 0.0f;
+        out[place[c]] = v ? (v < 0 ? -shrunk : shrunk) * step[c] * g : 0.0f;
       }
     }
     for (; e < escapes && escape_at[e] < (first + n) * columns; e++) {
       int64_t c = escape_at[e] % columns, t = escape_at[e] / columns - first;
-      z[t * coefficients + place[c]] = (float)escape_value[e] * step[c];
+      z[t * coefficients + place[c]] = (float)escape_value[e] * step[c] * gain[first + t];
     }
     gemm(padded, joint_width, active, z, coefficients, joint_basis, joint_width, zeros, 0, y, joint_width);
     int64_t own = active;

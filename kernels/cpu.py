@@ -94,11 +94,13 @@ def quantize(components: NDArray[np.float32], quantizer: Quantizer) -> tuple[NDA
         room = rows * columns + 1
 
 
-def reconstruct(symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTransform, rows: Rows) -> None:
+def reconstruct(
+    symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTransform, rows: Rows, gain: NDArray[np.float32]
+) -> None:
     """See :func:`cachegen_rag.kernels.reference.reconstruct`."""
     lib = native.library()
     if lib is None or not all(_plain(a) for a in rows.arrays):
-        reference.reconstruct(symbols, escapes, transform, rows)
+        reference.reconstruct(symbols, escapes, transform, rows, gain)
         return
     cells = (native.Cell * len(transform.cells))()
     for cell, out, to in zip(transform.cells, rows.arrays, cells, strict=True):
@@ -108,10 +110,11 @@ def reconstruct(symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTra
         to.token_stride, to.head_stride, _ = out.strides
         to.own, to.heads, to.dim, to.width = cell.own, cell.heads, cell.dim, len(cell.mean)
         to.rotary = 0 if cell.is_value else 2 * rows.cosine.shape[1]
+    gain = np.ascontiguousarray(gain, np.float32)
     cosine, sine = np.ascontiguousarray(rows.cosine), np.ascontiguousarray(rows.sine)
     half = {a.dtype for a in rows.arrays} == {np.dtype(np.float16)}
     result = lib.cg_reconstruct(
-        _at(symbols), *symbols.shape, _at(escapes.at), _at(escapes.value), len(escapes.at), _at(transform.shrink),
+        _at(symbols), *symbols.shape, _at(escapes.at), _at(escapes.value), len(escapes.at), _at(gain), _at(transform.shrink),
         _at(transform.step), _at(transform.place), transform.coefficients, _at(transform.joint_basis),
         transform.active, transform.joint, transform.joint_basis.shape[1], cells, len(transform.cells),
         _at(cosine), _at(sine), int(rows.halves), int(half),

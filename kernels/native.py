@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 _INSTRUCTION_SETS = {"portable": 0, "avx2": 1, "avx512": 2}
 
 
@@ -60,7 +60,7 @@ def _load(path: Path, instruction_set: int) -> ctypes.CDLL | None:
     lib.cg_quantize.argtypes = [p, i64, i64, p, i64, f32, f32, p, p, p, p, p, i64]
     lib.cg_quantize.restype = i64
     lib.cg_reconstruct.argtypes = [
-        p, i64, i64, p, p, i64, p, p, p, i64, p, i64, i64, i64, p, i64, p, p, ctypes.c_int, ctypes.c_int
+        p, i64, i64, p, p, i64, p, p, p, p, i64, p, i64, i64, i64, p, i64, p, p, ctypes.c_int, ctypes.c_int
     ]  # fmt: skip
     lib.cg_set_isa(instruction_set)
     return lib

@@ -238,8 +238,10 @@ def quantize(components: NDArray[np.float32], quantizer: Quantizer) -> tuple[NDA
     return symbols, Escapes(at.astype(np.int64), value.ravel()[at].astype(np.int32))
 
 
-def dequantize(symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTransform) -> NDArray[np.float32]:
-    """Coefficients float32 ``[rows, coefficients]`` of a block's symbols."""
+def dequantize(
+    symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTransform, gain: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Coefficients float32 ``[rows, coefficients]`` of a block's symbols; row ``t`` is multiplied by ``gain[t]``."""
     size = np.abs(symbols.astype(np.int16))
     shrink = np.where(size > 1, transform.shrink[:, 1], transform.shrink[:, 0])
     value = np.where(size > 0, size.astype(np.float32) - shrink, np.float32(0))
@@ -247,13 +249,15 @@ def dequantize(symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTran
     column = escapes.at % symbols.shape[1]
     value[escapes.at // symbols.shape[1], column] = escapes.value.astype(np.float32) * transform.step[column]
     out = np.zeros((len(symbols), transform.coefficients), np.float32)
-    out[:, transform.place] = value
+    out[:, transform.place] = value * gain[:, None]
     return out
 
 
-def reconstruct(symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTransform, rows: Rows) -> None:
+def reconstruct(
+    symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTransform, rows: Rows, gain: NDArray[np.float32]
+) -> None:
     """Dequantize a block, invert its transform, rotate the keys and write everything into ``rows``."""
-    z = dequantize(symbols, escapes, transform)
+    z = dequantize(symbols, escapes, transform, gain)
     top = z[:, : transform.active] @ transform.joint_basis
     own = transform.active
     for i, (cell, out) in enumerate(zip(transform.cells, rows.arrays, strict=True)):

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from cachegen_rag.codec.entropy import frequencies
 from cachegen_rag.codec.fit import head_groups
-from cachegen_rag.codec.profile import CLASSES, Block, Cell, Level, Profile
+from cachegen_rag.codec.profile import CLASSES, Block, Cell, Importance, Level, Profile
 from cachegen_rag.kernels.reference import CONTEXTS
 from cachegen_rag.kv import KV, KVShape
 
@@ -31,6 +31,11 @@ def profile(
 
     key_groups, value_groups = head_groups(shape.kv_heads, shape.key_dim), head_groups(shape.kv_heads, shape.value_dim)
     parts = max(len(key_groups), len(value_groups))
+    def importance(blocks: list[Block], rng: np.random.Generator) -> Importance:
+        channels = [rng.standard_normal(b.components + 1) / np.sqrt(b.components) for b in blocks]
+        combine = np.eye(len(blocks)) * 0.3 + 0.1 * rng.standard_normal((len(blocks), len(blocks)))
+        return Importance(tuple(c.astype(np.float32) for c in channels), combine.astype(np.float32))
+
     blocks = []
     for first in range(0, shape.layers, layers_a_block):
         for part in range(parts):
@@ -64,6 +69,7 @@ def profile(
         shrink,
         threshold,
         tuple(blocks),
+        importance(blocks, rng),
     )
     return Profile.from_bytes(made.to_bytes())
 

@@ -5,7 +5,8 @@
    the rotations of all relative distances; an error dv of a value costs |W_o dv|^2.
 3. Sensitivity: from an engine with gradients (transformers), the Fisher information of keys and values, mixed into
    the metric; from others, per layer and kind, the KL of the predictions when these alone are disturbed a little.
-4. Transforms and symbol models (:mod:`cachegen_rag.codec.fit`).
+4. Transforms and symbol models (:mod:`cachegen_rag.codec.fit`), and what tells a token's importance
+   (:mod:`cachegen_rag.codec.importance`).
 5. Levels: steps at which the measured KL meets ``TARGET_KL``.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cachegen_rag.codec import fit
+from cachegen_rag.codec import fit, importance
 from cachegen_rag.codec.codec import Codec
 from cachegen_rag.codec.profile import Level, Profile, family
 from cachegen_rag.errors import ConfigError, ModelError
@@ -39,7 +40,7 @@ PREFIX, DOCUMENT, CONTINUATION = 32, 768, 128
 SAMPLE_TOKENS = 12_000
 PROBES = 2
 """Windows kept aside to measure KL on."""
-FISHER_SHARE, FISHER_DRAWS = 0.8, 6
+FISHER_SHARE, FISHER_DRAWS = 0.6, 6
 """How much of the metric is the measured one, the rest the one derived from queries; and gradients a window."""
 PROBE_KL = 0.003
 PROBE_ATTEMPTS = 4
@@ -54,6 +55,15 @@ class Window:
     prefix: list[int]
     document: list[int]
     continuation: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A document's KV, the queries of its continuation (rotation removed), and the attention it received from them."""
+
+    kv: KV
+    queries: NDArray[np.float32] | None
+    received: NDArray[np.float32] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +92,13 @@ def calibrate(model: KVModel, texts: Sequence[str], *, progress: Progress | None
         raise ModelError(f"{model.name} cannot be calibrated: {model.refusal}")
     report = progress or (lambda what, done, total: None)
     windows = cut(model, texts)
-    samples, queries = [], []
+    samples, queries, received = [], [], []
     for i, window in enumerate(windows):
         report("reading samples", i, len(windows))
-        kv, q = _sample(model, window)
-        samples.append(kv)
-        queries.append(q)
+        sample = _sample(model, window)
+        samples.append(sample.kv)
+        queries.append(sample.queries)
+        received.append(sample.received)
     probes = [_probe(model, w, kv) for w, kv in zip(windows[:PROBES], samples[:PROBES], strict=True)]
     training = samples[PROBES:] or samples
     metric = fit.Metric(_key_metric(queries, model), _value_metric(model))
@@ -98,7 +109,9 @@ def calibrate(model: KVModel, texts: Sequence[str], *, progress: Progress | None
         metric = metric.scaled(_sensitivity(model, probes[-1], metric, report))
     report("fitting transforms", 0, 1)
     blocks = fit.fit_blocks(training, metric)
-    draft = fit.draft(model.shape, family(model.fingerprint), SINKS, blocks)
+    attention = [a for a in received[PROBES:] or received if a is not None]
+    gains = importance.fit(blocks, training, attention) if len(attention) == len(training) else None
+    draft = fit.draft(model.shape, family(model.fingerprint), SINKS, blocks, gains)
     steps, kls = _levels(model, probes, draft, report)
     report("fitting symbol models", 0, 1)
     profile = fit.fit_models(draft, training, steps)
@@ -126,17 +139,25 @@ def cut(model: KVModel, texts: Sequence[str]) -> list[Window]:
     return windows
 
 
-def _sample(model: KVModel, window: Window) -> tuple[KV, NDArray[np.float32] | None]:
+def _sample(model: KVModel, window: Window) -> Sample:
+    start, stop = len(window.prefix), len(window.prefix) + len(window.document)
     with model.session() as session:
         session.decode(window.prefix + window.document)
-        start = len(window.prefix)
-        kv = session.export(start, start + len(window.document))
+        whole, kv = session.export(0, stop), session.export(start, stop)
         try:
             _, queries = session.decode_with_queries(window.continuation)
         except (ModelError, NotImplementedError):
             queries = None
+    received = None
+    if queries is not None:
+        rope = RopeSpec(model.rope.inv_freq, "interleaved")
+        keys = rotate(_host(whole.keys), np.arange(stop), rope)
+        some = slice(None, None, max(1, len(window.continuation) // 48))
+        behind = rotate(queries[:, some], (stop + np.arange(len(window.continuation)))[some], rope)
+        everything = KV(keys, _host(whole.values), whole.token_ids, whole.positions)
+        received = importance.attention(everything, slice(start, stop), behind, model.shape.key_dim**-0.5)
     keys, values = _host(kv.keys).astype(np.float16), _host(kv.values).astype(np.float16)
-    return KV(keys, values, kv.token_ids, kv.positions), queries
+    return Sample(KV(keys, values, kv.token_ids, kv.positions), queries, received)
 
 
 def _host(array: Any) -> NDArray[Any]:
@@ -297,11 +318,11 @@ def coded(profile: Profile, kv: KV, step: int) -> KV:
     """What ``kv`` becomes at a step, without going through bytes."""
     keys, values = np.empty(kv.keys.shape, np.float32), np.empty(kv.values.shape, np.float32)
     nothing = np.zeros((len(kv), 0), np.float32)
-    for coder, _, symbols, escapes in fit.quantized(profile, [kv], step):
+    for coder, _, gain, symbols, escapes in fit.quantized(profile, [kv], step):
         arrays = [
             (values if c.is_value else keys)[c.layer][:, c.head : c.head + c.heads] for c in coder.transform.cells
         ]
-        cpu.reconstruct(symbols, escapes, coder.transform, Rows(arrays, nothing, nothing, False))
+        cpu.reconstruct(symbols, escapes, coder.transform, Rows(arrays, nothing, nothing, False), gain)
     return KV(keys, values, kv.token_ids, kv.positions)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.bitstream import Bitstream, Section
+from cachegen_rag.codec import importance
 from cachegen_rag.codec.entropy import decode_stream, encode_stream, pack_integers, unpack_integers
 from cachegen_rag.codec.profile import Level, Profile
 from cachegen_rag.codec.transform import BlockCoder, Transform
@@ -25,6 +26,7 @@ CODING_TRANSFORM = 1
 SECTION_ROWS = 1  # fp16 rows: all of them (exact coding), or those of the exact tokens
 SECTION_ESCAPES = 2
 SECTION_STREAM = 3
+SECTION_GAINS = 4
 _COUNT = struct.Struct("<I")
 
 
@@ -107,8 +109,11 @@ class Codec:
         device = self._on_device(kv.keys)
         if device is not None:
             return sections + self._encode_on(device, kv, level, exact)
+        indices = importance.gain_indices(self.profile.importance, self.profile.blocks, kv)
+        gains = importance.gains(indices)
         for index, coder in enumerate(self.coders(level.index)):
             components = coder.components(kv)
+            components *= gains[index][:, None]
             components[exact] = 0
             symbols, escaped = self._quantized(kv, components, coder)
             escapes.append(escaped.value)
@@ -118,7 +123,7 @@ class Codec:
         escaped_values = np.concatenate(escapes)
         if len(escaped_values):
             sections.append(Section(SECTION_ESCAPES, pack_integers(escaped_values)))
-        return sections + streams
+        return [*sections, *streams, Section(SECTION_GAINS, importance.pack(indices))]
 
     def _encode_on(self, device: Any, kv: KV, level: Level, exact: NDArray[np.int64]) -> list[Section]:
         try:
@@ -126,7 +131,9 @@ class Codec:
         except KernelError as error:
             raise EncodeError(f"the KV cannot be coded at level {level.index}: {error}") from None
         escapes = [Section(SECTION_ESCAPES, pack_integers(escaped))] if len(escaped) else []
-        return escapes + [Section(SECTION_STREAM, data, index) for index, data in enumerate(streams) if data]
+        coded = [Section(SECTION_STREAM, data, index) for index, data in enumerate(streams) if data]
+        neutral = np.full((len(self.profile.blocks), len(kv)), importance.NEUTRAL, np.uint8)
+        return [*escapes, *coded, Section(SECTION_GAINS, importance.pack(neutral))]
 
     def _quantized(
         self, kv: KV, components: NDArray[np.float32], coder: BlockCoder
@@ -159,6 +166,7 @@ class Codec:
         found, needed = {(s.type, s.index) for s in stream.sections}, {(SECTION_ROWS, 0)}
         if stream.coding == CODING_TRANSFORM:
             needed = {(SECTION_STREAM, i) for i, coder in enumerate(self.coders(stream.level)) if len(coder.columns)}
+            needed |= {(SECTION_GAINS, 0)}
             found -= {(SECTION_ROWS, 0), (SECTION_ESCAPES, 0)}
         if found != needed:
             raise CorruptBitstreamError(f"sections are missing or in excess: {sorted(found ^ needed)[:8]}")
@@ -213,6 +221,11 @@ class Codec:
             return unpack_integers(stream.section(SECTION_ESCAPES))
         return np.empty(0, np.int32)
 
+    def gains(self, stream: Bitstream) -> NDArray[np.float32]:
+        """What every token's coefficients are multiplied with, float32 ``[blocks, tokens]``."""
+        indices = importance.unpack(stream.section(SECTION_GAINS), len(self.profile.blocks), len(stream))
+        return 1 / importance.gains(indices)
+
     def _on_device(self, array: Any) -> Any:
         """The codec of the device where a torch tensor lies, or None for a numpy array."""
         return None if isinstance(array, np.ndarray) else self.on_device(array.device)
@@ -256,7 +269,7 @@ class Codec:
     def _fill_blocks(self, stream: Bitstream, target: KVTarget) -> None:
         coders, escaped = self.coders(stream.level), self.escapes(stream)
         cosine, sine = cos_sin(target.positions, target.rope)
-        used = 0
+        gains, used = self.gains(stream), 0
         for index, coder in enumerate(coders):
             symbols = self._symbols(stream, index, coder)
             at = np.flatnonzero(symbols == ESCAPE)
@@ -268,9 +281,8 @@ class Codec:
                 (target.values if c.is_value else target.keys)[c.layer][:, c.head : c.head + c.heads]
                 for c in coder.transform.cells
             ]
-            self._kernels.reconstruct(
-                symbols, escapes, coder.transform, Rows(arrays, cosine, sine, target.rope.layout == "half")
-            )
+            rows = Rows(arrays, cosine, sine, target.rope.layout == "half")
+            self._kernels.reconstruct(symbols, escapes, coder.transform, rows, gains[index])
         if used != len(escaped):
             raise CorruptBitstreamError("there are more escapes than the symbols call for")
 

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.codec.entropy import frequencies
-from cachegen_rag.codec.profile import CLASSES, Block, Cell, Level, Profile
+from cachegen_rag.codec.importance import gain_indices, gains
+from cachegen_rag.codec.profile import CLASSES, Block, Cell, Importance, Level, Profile
 from cachegen_rag.codec.quantize import thresholds
 from cachegen_rag.codec.transform import BlockCoder, Transform
 from cachegen_rag.kernels import cpu
@@ -22,8 +23,8 @@ RIDGE = 0.1
 """Added to a metric, in units of its mean eigenvalue: an error is never taken to be free."""
 MAX_CELL_WIDTH = 256
 """Channels that are transformed at once; wider layers are split by heads, so that the cost a token stays small."""
-BLOCK_LAYERS = 3
-JOINT_WIDTH = 384
+BLOCK_LAYERS = 5
+JOINT_WIDTH = 640
 """Layers that are coded together, and the size of their joint transform."""
 
 
@@ -153,7 +154,9 @@ def _scale(variance: Matrix) -> NDArray[np.int16]:
     return scale
 
 
-def draft(shape: KVShape, fingerprint: bytes, sinks: int, blocks: tuple[Block, ...]) -> Profile:
+def draft(
+    shape: KVShape, fingerprint: bytes, sinks: int, blocks: tuple[Block, ...], importance: Importance | None = None
+) -> Profile:
     """A profile with these blocks, one placeholder level, and models for Laplace distributions."""
     tables = frequencies(np.zeros((CLASSES, CONTEXTS, 256)))
     shrink = np.tile(np.array([0.05, 0.02], np.float32), (CLASSES, 1))
@@ -176,13 +179,15 @@ def draft(shape: KVShape, fingerprint: bytes, sinks: int, blocks: tuple[Block, .
 
 def quantized(
     profile: Profile, samples: Sequence[KV], step: int
-) -> Iterator[tuple[BlockCoder, NDArray[np.float32], NDArray[np.int8], Escapes]]:
-    """Per block and sample: how it is coded, its columns in steps, and the symbols and escapes that they become."""
-    for coder in Transform(profile).coders(step):
-        for kv in samples:
-            components = coder.components(kv)
+) -> Iterator[tuple[BlockCoder, NDArray[np.float32], NDArray[np.float32], NDArray[np.int8], Escapes]]:
+    """Per block and sample: how it is coded, its columns in steps, what a token's coefficients are to be multiplied
+    with when decoding, and the symbols and escapes."""
+    found = [gains(gain_indices(profile.importance, profile.blocks, kv)) for kv in samples]
+    for index, coder in enumerate(Transform(profile).coders(step)):
+        for kv, gain in zip(samples, found, strict=True):
+            components = coder.components(kv) * gain[index][:, None]
             size = components[:, coder.quantizer.order] * np.float32(coder.quantizer.per_step)
-            yield (coder, size, *cpu.quantize(components, coder.quantizer))
+            yield (coder, size, 1 / gain[index], *cpu.quantize(components, coder.quantizer))
 
 
 def fit_models(profile: Profile, samples: Sequence[KV], steps: Sequence[int]) -> Profile:
@@ -190,7 +195,7 @@ def fit_models(profile: Profile, samples: Sequence[KV], steps: Sequence[int]) ->
     counts = np.zeros((CLASSES * CONTEXTS, 256))
     pulled, seen = np.zeros((CLASSES, 2)), np.zeros((CLASSES, 2))
     for step in steps:
-        for coder, size, symbols, _ in quantized(profile, samples, step):
+        for coder, size, _, symbols, _ in quantized(profile, samples, step):
             model = coder.columns.model + context(symbols, coder.columns)
             counts += np.bincount((model * 256 + symbols.view(np.uint8)).ravel(), minlength=counts.size).reshape(
                 counts.shape

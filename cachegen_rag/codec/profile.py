@@ -34,6 +34,7 @@ MAX_CELL_CHANNELS = 4096
 MAX_JOINT = 4096
 MAX_LEVELS = 32
 MAX_SINKS = 64
+MAX_STEP = 400
 
 CLASSES = 44
 """Symbol model classes. Class ``k`` is for components whose standard deviation is ``2 ** ((k - 12) / 4)`` steps."""
@@ -124,6 +125,24 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
+class Importance:
+    """How tokens' gains are predicted (:mod:`cachegen_rag.codec.importance`). Used by the encoder only.
+
+    channels : per block float32 ``[channels + 1]``, weights of its channels and a constant: the block's estimate.
+    combine : float32 ``[blocks, blocks]``: ``estimates @ combine`` is the binary logarithm of each block's gain.
+    """
+
+    channels: tuple[NDArray[np.float32], ...]
+    combine: NDArray[np.float32]
+
+    @staticmethod
+    def none(blocks: tuple[Block, ...]) -> Importance:
+        """Every token matters alike."""
+        n = len(blocks)
+        return Importance(tuple(np.zeros(b.components + 1, np.float32) for b in blocks), np.zeros((n, n), np.float32))
+
+
+@dataclass(frozen=True, eq=False)
 class Profile:
     """Everything the codec knows about a model.
 
@@ -147,6 +166,7 @@ class Profile:
     shrink: NDArray[np.float32]
     threshold: NDArray[np.float32]
     blocks: tuple[Block, ...]
+    importance: Importance
     _bytes: bytes | None = field(default=None, repr=False)
 
     @cached_property
@@ -184,6 +204,8 @@ class Profile:
                 out.write(cell.basis.tobytes())
             out.write(block.joint_unit.astype("<f4").tobytes() + block.joint_basis.tobytes())
             out.write(block.scale.astype("<i2").tobytes())
+        for weights in (*self.importance.channels, self.importance.combine):
+            out.write(weights.astype("<f4").tobytes())
         body = out.getvalue()
         return body + struct.pack("<I", google_crc32c.value(body))
 
@@ -254,6 +276,7 @@ def _parse(reader: _Reader, data: bytes) -> Profile:
     levels = []
     for index in range(1, n_levels + 1):
         step, kl, bits = reader.unpack(_LEVEL)
+        _within("step", step, -MAX_STEP, MAX_STEP)
         if not (0 <= kl < 1e6 and 0 <= bits < 1e3):
             raise ValueError(f"level {index} expects KL {kl} and {bits} bits")
         levels.append(Level(index, kl, bits, step))
@@ -271,10 +294,23 @@ def _parse(reader: _Reader, data: bytes) -> Profile:
     ):
         raise ValueError("frequencies of a symbol model do not sum to 4096, or it lacks the escape")
     blocks = tuple(_parse_block(reader, shape) for _ in range(n_blocks))
+    channels = tuple(reader.finite(b.components + 1) for b in blocks)
+    importance = Importance(channels, reader.finite(n_blocks, n_blocks))
     reader.end()
     _check_cover(blocks, shape)
     return Profile(
-        shape, fingerprint, sinks, default, tuple(levels), frequency, context, shrink, threshold, blocks, data
+        shape,
+        fingerprint,
+        sinks,
+        default,
+        tuple(levels),
+        frequency,
+        context,
+        shrink,
+        threshold,
+        blocks,
+        importance,
+        data,
     )
 
 
