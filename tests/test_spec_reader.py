@@ -65,6 +65,9 @@ def read_profile(data: bytes) -> dict[str, Any]:
         basis = r.array("i1", n_cells * joint, n_cells * joint) * unit[:, None]
         scale = r.array("i2", sum(len(c["mean"]) for c in cells))
         blocks.append({"cells": cells, "joint": joint, "basis": basis, "scale": scale})
+    for block in blocks:
+        r.array("f4", len(block["scale"]) + 1)
+    r.array("f4", n_blocks, n_blocks)
     assert r.at == len(data) - 4
     return profile
 
@@ -142,7 +145,7 @@ def read_escapes(data: bytes) -> list[int]:
 
 
 def decode(data: bytes, profile: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Sections 3.3 and 3.6: keys and values in float32."""
+    """Sections 3.3, 3.6 and 3.7: keys and values in float32."""
     head, sections = read_bitstream(data)
     assert head["profile"] == profile["hash"]
     layers, heads, key_dim, value_dim = head["shape"]
@@ -159,7 +162,9 @@ def decode(data: bytes, profile: dict[str, Any]) -> tuple[np.ndarray, np.ndarray
         return keys, values
     step = profile["steps"][head["level"] - 1]
     escapes = iter(read_escapes(sections.get((2, 0), b"")))
+    packed = Reader(sections[4, 0]).array("u1", len(profile["blocks"]), (tokens + 1) // 2)
     for index, block in enumerate(profile["blocks"]):
+        gains = [int(packed[index][t // 2]) >> 4 * (t % 2) & 15 for t in range(tokens)]
         columns = columns_of(block, step)
         components = np.zeros((tokens, len(block["scale"])))
         if columns:
@@ -170,7 +175,7 @@ def decode(data: bytes, profile: dict[str, Any]) -> tuple[np.ndarray, np.ndarray
                     if s not in (0, -128):
                         value = np.sign(s) * (abs(s) - float(profile["shrink"][cls][int(abs(s) > 1)]))
                     if component >= 0:
-                        components[t, component] = value * 2 ** (step / 4)
+                        components[t, component] = value * 2 ** (step / 4) * 2 ** ((8 - gains[t]) / 2)
         joint, at = block["joint"], len(block["basis"])
         leading = components[:, :at] @ block["basis"]
         for number, cell in enumerate(block["cells"]):
