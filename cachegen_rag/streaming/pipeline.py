@@ -58,6 +58,7 @@ class Loader:
         if store.remote and rate:
             self.meter.round_trip.observe(round_trip)
         self.flying: dict[tuple[int, int], Transfer] = {}
+        self.last: Transfer | None = None  # the one that ended last, for timelines
         self._saved = time.monotonic()
         self._local: Callable[[Any, str], bool] | None = getattr(store, "has_local", None)
 
@@ -116,6 +117,7 @@ class Loader:
 
     def closed(self, transfer: Transfer) -> None:
         """A transfer has ended: remember what was measured."""
+        self.last = transfer
         if self.remote and self.meter.estimator.count:
             self.costs.record_link(self.store.url, self.meter.estimator.rate(), self.meter.round_trip.seconds())
         if time.monotonic() - self._saved > SAVE_SECONDS:
