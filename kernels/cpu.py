@@ -114,7 +114,8 @@ def reconstruct(
     cosine, sine = np.ascontiguousarray(rows.cosine), np.ascontiguousarray(rows.sine)
     half = {a.dtype for a in rows.arrays} == {np.dtype(np.float16)}
     result = lib.cg_reconstruct(
-        _at(symbols), *symbols.shape, _at(escapes.at), _at(escapes.value), len(escapes.at), _at(gain), _at(transform.shrink),
+        _at(symbols), *symbols.shape, _at(escapes.at), _at(escapes.value), len(escapes.at), _at(gain),
+        _at(transform.shrink),
         _at(transform.step), _at(transform.place), transform.coefficients, _at(transform.joint_basis),
         transform.active, transform.joint, transform.joint_basis.shape[1], cells, len(transform.cells),
         _at(cosine), _at(sine), int(rows.halves), int(half),
