@@ -117,6 +117,20 @@ class SpliceConformance:
             logits = session.decode(question, logits=True)
         np.testing.assert_allclose(logits, expected, atol=self.rounding)
 
+    def test_a_stored_run_longer_than_what_is_taken(self, engine: Any, prompt: tuple[list[int], ...]) -> None:
+        """Rows behind the last one taken lie at the question's positions and must not be seen by it."""
+        prefix, document, question = prompt
+        shorter = document[: len(document) // 2]
+        expected = text_logits(engine, prefix, shorter, question)
+        kv, start = export(engine, prefix, document), len(prefix)
+        with engine.session() as session:
+            session.decode(prefix)
+            target = session.stage(kv.positions + np.int32(start))
+            fill(target, kv)
+            session.commit(target)
+            session.take(start, start + len(shorter), shorter)
+            np.testing.assert_allclose(session.decode(question, logits=True), expected, atol=self.rounding)
+
     def test_damaged_rows_then_a_clean_prompt(self, engine: Any, prompt: tuple[list[int], ...]) -> None:
         prefix, document, question = prompt
         expected = text_logits(engine, prefix, document, question)
