@@ -174,6 +174,7 @@ def draft(
         shrink,
         threshold,
         blocks,
+        importance or Importance.none(blocks),
     )
 
 
