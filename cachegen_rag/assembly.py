@@ -33,7 +33,7 @@ class Source:
 
     recompute : which rows of the documents are computed anew, and how many. rope : of the engine, for methods that
     look at the question. slo : seconds to the first token that requests should keep; it lets the level be chosen for
-    each chunk.
+    each chunk. closed : why documents are not spliced (the model's gate), if they are not; exact runs still are reused.
     """
 
     library: Library
@@ -43,6 +43,7 @@ class Source:
     rope: RopeSpec
     exact: ExactRuns | None = None
     slo: float | None = None
+    closed: str | None = None
 
 
 class Assembler:
@@ -83,6 +84,10 @@ class Assembler:
     def _find_documents(self, source: Source) -> None:
         prompt, library = self._prompt, source.library
         wanted = [i for i in prompt.documents if i >= self._exact and len(prompt.segments[i])]
+        if source.closed is not None:
+            for index in wanted:
+                self._record.segments[index].reason = source.closed
+            return
         keys = [library.key(prompt.segments[i].token_ids) for i in wanted]
         began = time.perf_counter()
         found = source.loader.look_up(keys, tokens=len(prompt), due=self._due)

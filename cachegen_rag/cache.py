@@ -23,6 +23,7 @@ from cachegen_rag.codec import Codec
 from cachegen_rag.codec.profile import Profile
 from cachegen_rag.errors import ConfigError, RequestCancelledError, StoreError
 from cachegen_rag.exact import ExactRuns, leading
+from cachegen_rag.gate import Gate, Keeper
 from cachegen_rag.library import CHUNK_TOKENS, Library
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import KVModel, Sampling, Token
@@ -33,12 +34,10 @@ from cachegen_rag.recompute import Heads, Recompute
 from cachegen_rag.stores.base import FetchStore, Store, open_store
 from cachegen_rag.streaming.ahead import Ahead
 from cachegen_rag.streaming.pipeline import Loader
+from cachegen_rag.trial import coded, place
 from cachegen_rag.warm import WarmContext
 
 log = logging.getLogger(__name__)
-
-DEFAULT_RECOMPUTE = 0
-"""Leading tokens of each spliced document that are computed anew."""
 
 EXACT_BYTES = 256 << 20
 """Stored bytes that learned leading combinations may take by default."""
@@ -116,7 +115,8 @@ class KVCache:
     levels : levels that are stored; by default the level that is read, on a remote store all lossy ones from the
         finest on.
     recompute : what is computed anew of spliced documents: a number of leading tokens of each, or a
-        :class:`~cachegen_rag.recompute.Recompute` (a method and a budget).
+        :class:`~cachegen_rag.recompute.Recompute` (a method and a budget); by default what the model's gate says that
+        it needs, and nothing while it was not measured (see :meth:`calibrate_gate`).
     chunk_tokens : tokens of an independently decodable chunk.
     max_document_tokens : longer documents are cut, at index time and in prompts alike.
     salt : keeps the keys of tenants of one store apart.
@@ -153,7 +153,6 @@ class KVCache:
         loader: Callable[[Store, str], Loader] = Loader,
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
-        recompute = DEFAULT_RECOMPUTE if recompute is None else recompute
         if isinstance(recompute, int):
             if recompute < 0:
                 raise ConfigError(f"recompute = {recompute}: must be a number of tokens from 0")
@@ -166,7 +165,7 @@ class KVCache:
         self.store: Store = open_store(store) if isinstance(store, (str, Path)) else store
         if slo is not None and not slo > 0:
             raise ConfigError(f"slo = {slo}: must be a number of seconds above 0")
-        self.recompute = recompute
+        self._recompute = recompute
         self.known = KnownTexts()
         self._profile = profile
         self._level, self._levels = level, levels
@@ -176,6 +175,7 @@ class KVCache:
         self._splice = splice
         self._on_request = on_request
         self._warm: WarmContext | None = None
+        self._gate: Keeper | None = None
         self._library: Library | None = None
         self._exact_bytes = exact_bytes
         self._slo, self._make_loader = slo, loader
@@ -202,6 +202,28 @@ class KVCache:
             if self._warm is None:
                 self._warm = WarmContext.for_model(self.model)
             return self._warm
+
+    @property
+    def gate(self) -> Keeper:
+        """Whether this model may be spliced, and with how much recompute, if that was measured."""
+        with self._setup:
+            if self._gate is None:
+                self._gate = Keeper(self.model, self.store, self.warm, self._salt)
+            return self._gate
+
+    def calibrate_gate(self, **options: Any) -> Gate:
+        """Measure how much recompute this model needs at the level that is read, and keep that in the store.
+
+        ``options`` are those of :func:`cachegen_rag.gate.measure`. Takes minutes on a CPU. Raises StoreError.
+        """
+        library = self.library()
+        codec = None if library is None else library.codec
+        return self.gate.calibrate(coder=place if codec is None else coded(codec, self.level(codec)), **options)
+
+    @property
+    def recompute(self) -> Recompute:
+        """What is computed anew of spliced documents."""
+        return self.gate.recompute if self._recompute is None else self._recompute
 
     def library(self, texts: Sequence[str] = ()) -> Library | None:
         """The stored documents, or None while no codec profile is known; ``texts`` lets one be calibrated."""
@@ -440,8 +462,10 @@ class KVCache:
         library = self.library()
         if library is None or self._loader is None:
             return None, "no codec profile for this model yet: prefill documents or calibrate"
-        level = self.level(library.codec)
-        return Source(library, self._loader, level, self.recompute, self.model.rope, self._exact, self._slo), None
+        level, rope = self.level(library.codec), self.model.rope
+        measured = self.gate.gate
+        closed = None if measured is None else measured.refusal
+        return Source(library, self._loader, level, self.recompute, rope, self._exact, self._slo, closed), None
 
     def _count(self, record: RequestRecord) -> None:
         documents = [segment for segment in record.segments if segment.kind == "document"]

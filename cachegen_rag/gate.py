@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from cachegen_rag.kv import KV
 from cachegen_rag.manifest import MAX_MANIFEST_BYTES, Chunk, Level, Manifest, Segment
 from cachegen_rag.models.base import KVModel
 from cachegen_rag.prompt import Document, Message, build_prompt, document_tokens, with_documents
-from cachegen_rag.recompute import Method, Nothing, QueryAware
+from cachegen_rag.recompute import Method, Nothing, QueryAware, Recompute
 from cachegen_rag.stores.base import Store
 from cachegen_rag.trial import Fill, Outcome, Reference, Trial, place
 from cachegen_rag.warm import WarmContext
@@ -214,6 +215,39 @@ def load(store: Store, fingerprint: ModelFingerprint, salt: str = "") -> Gate | 
         log.warning("the store's gate for this model cannot be used: %s", error)
         return None
     return gate if gate.fingerprint == fingerprint.digest().hex() else None
+
+
+class Keeper:
+    """The gate of one model in one store: read on first use, measured on request."""
+
+    def __init__(self, model: KVModel, store: Store, warm: WarmContext, salt: str = "") -> None:
+        self._model, self._store, self._warm, self._salt = model, store, warm, salt
+        self._lock = threading.Lock()
+        self._known = False
+        self._gate: Gate | None = None
+
+    @property
+    def gate(self) -> Gate | None:
+        """What was measured for this model, or None. Never raises because of what the store holds."""
+        with self._lock:
+            if not self._known:
+                self._gate = load(self._store, fingerprint_of(self._model.fingerprint, self._warm), self._salt)
+                self._known = True
+            return self._gate
+
+    def calibrate(self, **options: Any) -> Gate:
+        """Measure (see :func:`measure` for the options) and keep the result in the store. Raises StoreError."""
+        gate = measure(self._model, warm=self._warm, **options)
+        save(self._store, fingerprint_of(self._model.fingerprint, self._warm), gate, self._salt)
+        with self._lock:
+            self._gate, self._known = gate, True
+        return gate
+
+    @property
+    def recompute(self) -> Recompute:
+        """What the model needs to have recomputed; nothing while it was not measured."""
+        gate = self.gate
+        return Recompute(QueryAware(), gate.budget) if gate is not None and gate.budget else Recompute()
 
 
 class Shadow:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from cachegen_rag.codec import Codec
 from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVModel, KVTarget, Session
 from cachegen_rag.prompt import Prompt, Segment
@@ -30,6 +31,16 @@ def place(kv: KV) -> Fill:
             v[...] = kv.values[layer]
 
     return fill
+
+
+def coded(codec: Codec, level: int) -> Callable[[KV], Fill]:
+    """Documents as requests read them: encoded at ``level``, decoded into the engine."""
+
+    def coder(kv: KV) -> Fill:
+        data = codec.encode(kv, level)
+        return lambda target: codec.decode_into(data, target)
+
+    return coder
 
 
 @dataclass(frozen=True, eq=False)
