@@ -1,0 +1,71 @@
+"""What KVCache hands out: the tokens of an answer as they come, and counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from cachegen_rag.metrics import RequestRecord
+from cachegen_rag.models.base import Token
+
+
+@dataclass
+class CacheStats:
+    """Counts since the cache was opened, and what the store holds now (None where a store cannot tell)."""
+
+    requests: int = 0
+    hits: int = 0
+    misses: int = 0
+    miss_reasons: dict[str, int] = field(default_factory=dict)
+    spliced_tokens: int = 0
+    recomputed_tokens: int = 0
+    prompt_tokens: int = 0
+    bytes_fetched: int = 0
+    store_bytes: int | None = None
+    store_documents: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """A JSON-ready copy."""
+        return dataclasses.asdict(self)
+
+
+PREFETCH_SECONDS = 10.0
+"""How long a manifest that is read ahead may take before the attempt is given up."""
+
+
+class Stream:
+    """The tokens of one answer as they are generated. Iterate it; ``record`` is complete when it ends.
+
+    ``close()`` cancels: the model is free again after the decode step under way.
+    """
+
+    def __init__(self, record: RequestRecord, tokens: Iterator[Token]) -> None:
+        self.record = record
+        self._tokens = tokens
+
+    def __iter__(self) -> Iterator[Token]:
+        return self
+
+    def __next__(self) -> Token:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """Stop generating and free the model. Idempotent."""
+        close = getattr(self._tokens, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def text(self) -> str:
+        """Generate to the end and return the answer."""
+        return "".join(token.text for token in self)
