@@ -26,8 +26,18 @@ def _call(typing: Any, address: Any, tensor: Any, ask: Any, data: Any) -> Any:
     return types.boolean(types.int64, types.voidptr, types.boolean, types.voidptr), generate
 
 
-@numba.cfunc(types.boolean(types.voidptr, types.boolean, types.voidptr), cache=True)  # type: ignore[untyped-decorator]
-def gate(tensor: Any, ask: Any, data: Any) -> Any:
+def _gate(tensor: Any, ask: Any, data: Any) -> Any:
     """``data`` points to two int64: armed or not, and the address of the callback that answers when armed."""
     state = numba.carray(data, (2,), np.int64)  # type: ignore[attr-defined]
     return _call(state[1], tensor, ask, data) if state[0] != 0 else False  # type: ignore[call-arg]
+
+
+def _compiled() -> Any:
+    signature = types.boolean(types.voidptr, types.boolean, types.voidptr)
+    try:
+        return numba.cfunc(signature, cache=True)(_gate)
+    except RuntimeError:  # no folder to cache in: a read-only installation
+        return numba.cfunc(signature)(_gate)
+
+
+gate = _compiled()

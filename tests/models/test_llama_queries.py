@@ -99,3 +99,19 @@ def test_an_error_in_the_callback_surfaces(tiny_gguf: Path, monkeypatch: pytest.
         pytest.raises(SpliceRefusedError, match="broken"),
     ):
         session.decode_with_queries([1, 2])
+
+
+def test_the_gate_needs_no_writable_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    from cachegen_rag.models import llama_gate
+
+    original = numba.cfunc
+
+    def read_only(signature: Any, cache: bool = False) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return original(signature)
+
+    monkeypatch.setattr(numba, "cfunc", read_only)
+    assert llama_gate._compiled().address
