@@ -160,9 +160,8 @@ class TransformersSession:
             dtype = self._loaded.dtype if self._loaded.shares_memory else torch.float32
             keys = torch.empty(shape.layers, shape.kv_heads, n, shape.key_dim, dtype=dtype, device=device)
             values = torch.empty(shape.layers, shape.kv_heads, n, shape.value_dim, dtype=dtype, device=device)
-        return KVTarget(
-            self._hand_out(keys), self._hand_out(values), where, self._loaded.rope, "library" if direct else None
-        )
+        staged = Staged(direct, _event(self._loaded.device))
+        return KVTarget(self._hand_out(keys), self._hand_out(values), where, self._loaded.rope, staged)
 
     def commit(self, target: KVTarget, token_ids: Sequence[int] | None = None) -> None:
         """Put a filled target into the library. Rows staged before at other positions stay.
