@@ -39,6 +39,9 @@ from cachegen_rag.warm import WarmContext
 
 log = logging.getLogger(__name__)
 
+PREFETCH_SECONDS = 10.0
+"""How long a prefetch waits for a manifest."""
+
 EXACT_BYTES = 256 << 20
 """Stored bytes that learned leading combinations may take by default."""
 

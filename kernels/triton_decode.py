@@ -120,11 +120,12 @@ def _decode_kernel(
 
 @triton.jit
 def _coefficient_kernel(
-    symbols, escapes_before, counts, chunks, row_chunk, blocks, shrink, step, place, values, z,
+    symbols, escapes_before, counts, chunks, row_chunk, blocks, shrink, step, place, values, gains, z,
     n_rows, n_blocks, n_columns, n_coefficients, BLOCKS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     G: tl.constexpr, ESC: tl.constexpr,
 ):  # fmt: skip
-    """Symbols to coefficients: program (row tile, block). chunks int64 ``[n, 2]``: first escape, escapes."""
+    """Symbols to coefficients: program (row tile, block). chunks int64 ``[n, 2]``: first escape, escapes. gains float32
+    ``[rows, blocks]``."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     block = tl.program_id(1)
     live = row < n_rows
@@ -135,6 +136,7 @@ def _coefficient_kernel(
     earlier = tl.arange(0, BLOCKS)[None, :]
     before = tl.load(counts + chunk[:, None] * n_blocks + earlier, mask=live[:, None] & (earlier < block), other=0)
     rank = tl.sum(before, 1) + tl.load(escapes_before + row.to(tl.int64) * n_blocks + block, mask=live, other=0)
+    gain = tl.load(gains + row.to(tl.int64) * n_blocks + block, mask=live, other=0.0)
     value_at = tl.load(chunks + 2 * chunk, mask=live, other=0)
     n_values = tl.load(chunks + 2 * chunk + 1, mask=live, other=0)
     for c in range(0, width, C):
@@ -161,7 +163,7 @@ def _coefficient_kernel(
         to = tl.load(place + first + column, mask=used, other=-1)
         tl.store(
             z + row[:, None].to(tl.int64) * n_coefficients + to[None, :],
-            value * scale[None, :],
+            value * scale[None, :] * gain[:, None],
             mask=on & (to[None, :] >= 0),
         )
 
@@ -234,7 +236,8 @@ class Chunk:
     """One coded chunk on the host: its streams, one a block (None where a block has no columns), and its escapes.
 
     A stream is 32 little-endian 32-bit states and then 16-bit words, contiguous in ``data`` at ``offsets`` (bytes,
-    multiples of 4) with ``sizes`` bytes; 0 where a block has no columns.
+    multiples of 4) with ``sizes`` bytes; 0 where a block has no columns. gains : float32 ``[blocks, rows]``, what the
+    coefficients are multiplied by.
     """
 
     data: NDArray[np.uint8]
@@ -242,6 +245,7 @@ class Chunk:
     sizes: Sequence[int]
     rows: int
     escapes: NDArray[np.int32]
+    gains: NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,6 +285,7 @@ class Batch:
         self.streams = put(streams.reshape(-1, 5))
         self.row_chunk = put(np.repeat(np.arange(len(chunks), dtype=np.int32), [c.rows for c in chunks]))
         self.values = put(np.concatenate([*(c.escapes for c in chunks), np.zeros(1, np.int32)]))
+        self.gains = put(np.concatenate([c.gains.T for c in chunks]).astype(np.float32))
         escapes = np.stack([first_escape[:-1], np.diff(first_escape)], axis=1)
         self.escapes = put(escapes.astype(np.int64))
         self._expected = np.diff(first_escape)
@@ -308,7 +313,7 @@ class Batch:
         z = torch.zeros(padded, t.coefficients, dtype=torch.float32, device=t.device)
         _coefficient_kernel[(triton.cdiv(self.rows, COEFFICIENT_ROWS), t.n_blocks)](
             decoded.symbols, decoded.before, decoded.counts, self.escapes, self.row_chunk, t.blocks, t.shrink, t.step,
-            t.place, self.values, z, self.rows, t.n_blocks, t.n_columns, t.coefficients,
+            t.place, self.values, self.gains, z, self.rows, t.n_blocks, t.n_columns, t.coefficients,
             BLOCKS=triton.next_power_of_2(t.n_blocks), R=COEFFICIENT_ROWS, C=COEFFICIENT_COLUMNS, G=GROUP, ESC=ESCAPE,
         )  # fmt: skip
         return z
@@ -380,7 +385,8 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
     constants |= {"TRUNCATED": _TRUNCATED, "INCONSISTENT": _INCONSISTENT, "S": 1}
     rows = {"z": "*fp32", "heads": "*i64", "weights": "*fp32", "mean": "*fp32", "cosine": "*fp32", "sine": "*fp32"}
     rows |= {"targets": "*i64", "row_at": "*i32", "n_rows": "i32", "n_coefficients": "i32"}
-    coefficient = {"symbols": "*i8", "chunks": "*i64", "shrink": "*fp32", "step": "*fp32", "z": "*fp32", **i32}
+    coefficient = {"symbols": "*i8", "chunks": "*i64", "shrink": "*fp32", "step": "*fp32", "z": "*fp32"}
+    coefficient |= {"gains": "*fp32", **i32}
     coefficient |= dict.fromkeys(("escapes_before", "counts", "row_chunk", "blocks", "place", "values"), "*i32")
     tile = {"R": COEFFICIENT_ROWS, "C": COEFFICIENT_COLUMNS, "G": GROUP, "ESC": ESCAPE}
     out = [

@@ -30,17 +30,17 @@ ROWS, DEPTH = 64, 32
 
 @triton.jit
 def _integer_kernel(
-    keys, tiles, cells, weights, mean, per_step, threshold, reach, symbols, escape_at, escape_value, counters,
-    n_rows, n_columns, room, R: tl.constexpr, G: tl.constexpr, K: tl.constexpr, ESC: tl.constexpr,
+    keys, tiles, cells, weights, mean, per_step, threshold, reach, gains, symbols, escape_at, escape_value, counters,
+    n_rows, n_columns, n_blocks, room, R: tl.constexpr, G: tl.constexpr, K: tl.constexpr, ESC: tl.constexpr,
     LIMIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Channels to symbols: program (32 columns of one block, row tile).
 
-    tiles int64 ``[n, 5]``: first column, first cell, cells, index of the weights, their columns. cells int64
+    tiles int64 ``[n, 6]``: first column, first cell, cells, index of the weights, their columns, block. cells int64
     ``[n, 4]``: where a cell's channels are from ``keys`` (elements), elements from token to token, channels, the mean.
-    counters int32 ``[2]``: escapes found, components beyond the limit.
+    gains float32 ``[rows, blocks]``. counters int32 ``[2]``: escapes found, components beyond the limit.
     """
-    d = tiles + tl.program_id(0) * 5
+    d = tiles + tl.program_id(0) * 6
     first = tl.multiple_of(tl.load(d).to(tl.int32), G)
     cell, n_cells = tl.load(d + 1).to(tl.int32), tl.load(d + 2).to(tl.int32)
     w = tl.multiple_of(tl.load(d + 3), G)
@@ -62,6 +62,8 @@ def _integer_kernel(
             b = tl.load(weights + w + c[:, None] * width + lane[None, :], mask=c[:, None] < channels, other=0.0)
             acc = tl.dot(x, b, acc, input_precision=PRECISION)
         w += channels * width
+    gain = tl.load(gains + row.to(tl.int64) * n_blocks + tl.load(d + 5), mask=live, other=0.0)
+    acc *= gain[:, None]
     column = first + lane
     size = tl.abs(acc) * tl.load(per_step + column)[None, :]
     zero, rounding = tl.load(threshold + 2 * column)[None, :], tl.load(threshold + 2 * column + 1)[None, :]
@@ -156,10 +158,10 @@ class Forward:
         """Put the forward transforms of all blocks on the device of ``tables``."""
         tiles, weights, means, where, mean_at = [], [], [], [], []
         size = cell = column = mean_size = 0
-        for block in blocks:
+        for index, block in enumerate(blocks):
             width = block.matrix.shape[1]
             for c in range(0, width, GROUP):
-                tiles.append((column + c, cell, len(block.cells), size + c, width))
+                tiles.append((column + c, cell, len(block.cells), size + c, width, index))
             for mean, place in zip(block.means, block.cells, strict=True):
                 where.append(place)
                 mean_at.append(mean_size)
@@ -170,7 +172,7 @@ class Forward:
             cell, column = cell + len(block.cells), column + width
         put = tables.put
         return Forward(
-            put(np.asarray(tiles, np.int64).reshape(-1, 5)),
+            put(np.asarray(tiles, np.int64).reshape(-1, 6)),
             put(np.concatenate([*weights, np.zeros(GROUP, np.float32)]).astype(np.float32)),
             put(np.concatenate(means).astype(np.float32)),
             put(np.repeat([b.per_step for b in blocks], [b.matrix.shape[1] for b in blocks]).astype(np.float32)),
@@ -197,11 +199,12 @@ class BlockForward:
 
 
 def quantize(
-    forward: Forward, tables: LevelTables, keys: torch.Tensor, values: torch.Tensor
+    forward: Forward, tables: LevelTables, keys: torch.Tensor, values: torch.Tensor, gains: torch.Tensor
 ) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int32]]:
     """Symbols int8 ``[rows, columns]``, and where (row-major over all columns, increasing) and what the escapes are.
 
     keys, values : ``[layers, rows, kv_heads, dim]`` on the device, heads and channels contiguous, rotation removed.
+    gains : float32 ``[rows, blocks]``, what components are multiplied by first.
     Raises KernelError if a component is beyond what a level can code.
     """
     rows, device = keys.shape[1], keys.device
@@ -219,8 +222,8 @@ def quantize(
         if len(forward.tiles):
             _integer_kernel[(len(forward.tiles), triton.cdiv(rows, ROWS))](
                 keys, forward.tiles, tables.put(np.asarray(cells, np.int64)), forward.weights, forward.mean,
-                forward.per_step, forward.threshold, forward.reach, symbols, escape_at, escape_value, counters,
-                rows, tables.n_columns, room, num_warps=8, **_INTEGER,
+                forward.per_step, forward.threshold, forward.reach, gains, symbols, escape_at, escape_value, counters,
+                rows, tables.n_columns, tables.n_blocks, room, num_warps=8, **_INTEGER,
             )  # fmt: skip
         found, beyond = counters.tolist()
         if beyond:
@@ -272,15 +275,17 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
     words |= dict.fromkeys(("blocks", "sizes", "codes", "states", "counts"), "*i32")
     words |= dict.fromkeys(("n_streams", "n_blocks", "n_columns"), "i32")
     integers = {"tiles": "*i64", "cells": "*i64", "reach": "*i32", "symbols": "*i8", "escape_at": "*i64"}
-    integers |= dict.fromkeys(("weights", "mean", "per_step", "threshold"), "*fp32")
-    integers |= {"escape_value": "*i32", "counters": "*i32", "n_rows": "i32", "n_columns": "i32", "room": "i32"}
+    integers |= dict.fromkeys(("weights", "mean", "per_step", "threshold", "gains"), "*fp32")
+    integers |= {"escape_value": "*i32", "counters": "*i32", "n_rows": "i32", "n_columns": "i32", "n_blocks": "i32"}
+    integers |= {"room": "i32"}
 
     def ordered(kernel: Any, types: dict[str, str]) -> dict[str, str]:
         return {name: types[name] for name in kernel.arg_names if name in types}
 
+    launch = {"num_warps": 8}
     constants = {"S": 1, "G": GROUP, "PROB": PROB_BITS, "LOWEST": LOW}
     return [
         ("", _word_kernel, ordered(_word_kernel, words), constants, {"num_warps": 1}),
-        *((kind, _integer_kernel, ordered(_integer_kernel, {**integers, "keys": f"*{kind}"}), _INTEGER, {"num_warps": 8})
+        *((kind, _integer_kernel, ordered(_integer_kernel, {**integers, "keys": f"*{kind}"}), _INTEGER, launch)
           for kind in ("fp32", "fp16")),
     ]  # fmt: skip

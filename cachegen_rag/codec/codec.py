@@ -127,13 +127,12 @@ class Codec:
 
     def _encode_on(self, device: Any, kv: KV, level: Level, exact: NDArray[np.int64]) -> list[Section]:
         try:
-            escaped, streams = device.encode(kv, level.index, exact)
+            escaped, streams, indices = device.encode(kv, level.index, exact)
         except KernelError as error:
             raise EncodeError(f"the KV cannot be coded at level {level.index}: {error}") from None
         escapes = [Section(SECTION_ESCAPES, pack_integers(escaped))] if len(escaped) else []
         coded = [Section(SECTION_STREAM, data, index) for index, data in enumerate(streams) if data]
-        neutral = np.full((len(self.profile.blocks), len(kv)), importance.NEUTRAL, np.uint8)
-        return [*escapes, *coded, Section(SECTION_GAINS, importance.pack(neutral))]
+        return [*escapes, *coded, Section(SECTION_GAINS, importance.pack(indices))]
 
     def _quantized(
         self, kv: KV, components: NDArray[np.float32], coder: BlockCoder

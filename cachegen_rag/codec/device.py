@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from cachegen_rag.bitstream import Bitstream
+from cachegen_rag.codec.importance import NEUTRAL
 from cachegen_rag.errors import CorruptBitstreamError
 from cachegen_rag.kernels import triton_decoder, triton_encoder
 from cachegen_rag.kernels.reference import KernelError
@@ -85,6 +86,7 @@ class DeviceCodec:
         self._uploader = Uploader(device)
         self._tables: dict[int, Any] = {}
         self._forwards: dict[int, Any] = {}
+        self._importance: tuple[list[torch.Tensor], torch.Tensor] | None = None
         self._lock, self._streams = threading.Lock(), threading.local()
 
     def tables(self, level: int) -> Any:
@@ -140,22 +142,26 @@ class DeviceCodec:
         with torch.cuda.stream(stream):
             yield
 
-    def encode(self, kv: KV, level: int, exact: NDArray[np.int64]) -> tuple[NDArray[np.int32], list[bytes]]:
-        """A chunk whose arrays are tensors of this device: the escapes' values, and every block's stream.
+    def encode(
+        self, kv: KV, level: int, exact: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], list[bytes], NDArray[np.uint8]]:
+        """A chunk whose arrays are tensors of this device: the escapes' values, every block's stream, gain indices.
 
         exact : rows that are stored otherwise; they are coded as zeros. Raises KernelError.
         """
-        escaped, streams = self.encode_chunks(kv, level, [len(kv)], exact)
-        return escaped[0], streams[0]
+        escaped, streams, indices = self.encode_chunks(kv, level, [len(kv)], exact)
+        return escaped[0], streams[0], indices
 
     def encode_chunks(
         self, kv: KV, level: int, rows: Sequence[int], exact: NDArray[np.int64] | None = None
-    ) -> tuple[list[NDArray[np.int32]], list[list[bytes]]]:
+    ) -> tuple[list[NDArray[np.int32]], list[list[bytes]], NDArray[np.uint8]]:
         """Like :meth:`encode`, for consecutive chunks of ``rows`` tokens each."""
         exact = np.empty(0, np.int64) if exact is None else exact
         encoder, tables, forward = triton_encoder(self._device), self.tables(level), self._forward_of(level)
         keys, values = _rows_contiguous(kv.keys), _rows_contiguous(kv.values)
-        symbols, at, escaped = encoder.quantize(forward, tables, keys, values)
+        indices = self._gain_indices(keys, values, level)
+        gains = torch.exp2((indices.float() - NEUTRAL) / 2)
+        symbols, at, escaped = encoder.quantize(forward, tables, keys, values, gains)
         row, column = np.divmod(at, max(tables.n_columns, 1))
         if len(exact):
             symbols[torch.from_numpy(exact).to(self._device)] = 0
@@ -166,7 +172,30 @@ class DeviceCodec:
         block, chunk = np.searchsorted(ends, column, side="right"), np.searchsorted(np.cumsum(rows), row, side="right")
         order = np.lexsort((np.arange(len(row)), block, chunk))
         cuts = np.searchsorted(chunk[order], np.arange(1, len(rows)))
-        return np.split(escaped[order], cuts), encoder.entropy_code(symbols, tables, rows)
+        coded = encoder.entropy_code(symbols, tables, rows)
+        return np.split(escaped[order], cuts), coded, np.ascontiguousarray(indices.cpu().numpy().T)
+
+    def _gain_indices(self, keys: torch.Tensor, values: torch.Tensor, level: int) -> torch.Tensor:
+        """uint8 ``[tokens, blocks]``: :func:`cachegen_rag.codec.importance.gain_indices` on the device."""
+        channels, combine = self._importance_weights()
+        estimates = []
+        for coder, w in zip(self._codec.coders(level), channels, strict=True):
+            parts = [
+                (values if c.is_value else keys)[c.layer, :, c.head : c.head + c.heads].flatten(1).float()
+                for c in coder.block.cells
+            ]
+            estimates.append(torch.cat(parts, 1) @ w[:-1] + w[-1])
+        octaves = (torch.stack(estimates, 1) @ combine).nan_to_num().clamp(-4, 3.5)
+        return (torch.round(2 * octaves) + NEUTRAL).to(torch.uint8)
+
+    def _importance_weights(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        with self._lock:
+            if self._importance is None:
+                found = self._codec.profile.importance
+                channels = [torch.from_numpy(w).to(self._device) for w in found.channels]
+                self._importance = (channels, torch.from_numpy(found.combine).to(self._device))
+                self._wait()
+            return self._importance
 
     def _forward_of(self, level: int) -> Any:
         tables = self.tables(level)
@@ -201,7 +230,9 @@ class DeviceCodec:
             view = np.frombuffer(section, np.uint8)
             offsets.append(view.__array_interface__["data"][0] - start if len(view) else 0)
             sizes.append(len(view))
-        return self._kernels.Chunk(data, offsets, sizes, len(stream), self._codec.escapes(stream))
+        return self._kernels.Chunk(
+            data, offsets, sizes, len(stream), self._codec.escapes(stream), self._codec.gains(stream)
+        )
 
     def targets(self, tables: Any, targets: Sequence[KVTarget]) -> Any:
         """Where the chunks' rows go: ``triton_decode.Targets``."""

@@ -143,7 +143,7 @@ def test_damaged_streams_are_refused(what):
     profile = synthetic.profile(KVShape(1, 1, 64, 64), narrow=8)
     codec = Codec(profile)
     stream = Bitstream.from_bytes(codec.encode(synthetic.kv(profile, 9, outliers=9), 1))
-    assert {s.type for s in stream.sections} == {2, 3}
+    assert {2, 3} <= {s.type for s in stream.sections}
     sections = []
     for section in stream.sections:
         data = bytearray(section.data)
