@@ -122,20 +122,21 @@ def calibrate(model: KVModel, texts: Sequence[str], *, progress: Progress | None
 
 def cut(model: KVModel, texts: Sequence[str]) -> list[Window]:
     """Windows spread over all texts; shorter ones where there is little text or little context."""
-    ids = [model.tokenize(text) for text in texts]
-    total = sum(map(len, ids))
-    room = model.n_ctx - PREFIX - CONTINUATION - 1
-    document = min(DOCUMENT, room, total // 3 - PREFIX - CONTINUATION)
+    flat = [i for text in texts for i in model.tokenize(text)]  # windows may span texts, as prompts span documents
+    size = min(PREFIX + DOCUMENT + CONTINUATION, model.n_ctx - 2, len(flat) // 3)
+    prefix, continuation = min(PREFIX, size // 8), min(CONTINUATION, size // 6)
+    document = size - prefix - continuation
     if document < 16:
-        raise ConfigError(f"{total} tokens of text are too little to calibrate on; give some 15,000 (at least 400)")
-    flat = [i for run in ids for i in run]  # windows may span texts: documents of a prompt follow one another too
-    size = PREFIX + document + CONTINUATION
-    count = min(max(3, SAMPLE_TOKENS // document), total // size)
+        raise ConfigError(
+            f"{len(flat)} tokens of text are too little to calibrate on; give some 15,000 (100 at the very least)"
+        )
+    count = min(max(3, SAMPLE_TOKENS // document), len(flat) // size)
     bos = [] if model.bos_id is None else [model.bos_id]
     windows = []
-    for start in np.linspace(0, total - size, count).astype(int).tolist():
+    for start in np.linspace(0, len(flat) - size, count).astype(int).tolist():
         run = flat[start : start + size]
-        windows.append(Window(bos + run[:PREFIX], run[PREFIX : PREFIX + document], run[PREFIX + document :]))
+        cuts = prefix, prefix + document
+        windows.append(Window(bos + run[: cuts[0]], run[cuts[0] : cuts[1]], run[cuts[1] :]))
     return windows
 
 
