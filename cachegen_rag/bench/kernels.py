@@ -84,10 +84,7 @@ def correctness(device: str, shape: KVShape = SMALL, tokens: int = 70) -> dict[s
     for a, b in zip([*ours.keys, *ours.values], [*theirs.keys, *theirs.values], strict=True):
         worst = max(worst, float(np.abs(a.float().cpu().numpy() - b).max() / (np.abs(b).max() + 1e-9)))
     symbols = _symbols_equal(torch, codec, data, device)
-    on_device = KV(
-        torch.from_numpy(kv.keys).to(device), torch.from_numpy(kv.values).to(device), kv.token_ids, kv.positions
-    )
-    back = reference.decode(codec.encode(on_device, 1), np.float32)
+    back = reference.decode(codec.encode(_on_device(torch, kv, device), 1), np.float32)
     step = 2.0 ** (profile.levels[0].step / 4)
     apart = float(np.abs(back.keys - reference.decode(data, np.float32).keys).max() / step)
     return {
@@ -148,13 +145,7 @@ def _speed(
         "upload_and_decode": _time(torch, lambda: device.fill(streams, sources, parts), max(3, repeats // 4)),
     }
     symbols = count * chunk * device.tables(1).n_columns
-    on_device = KV(
-        torch.from_numpy(kv.keys).half().cuda(), torch.from_numpy(kv.values).half().cuda(), kv.token_ids, kv.positions
-    )
-    many = KV(
-        on_device.keys.repeat(1, count, 1, 1), on_device.values.repeat(1, count, 1, 1),
-        np.tile(kv.token_ids, count), positions,
-    )  # fmt: skip
+    many = _on_device(torch, kv, "cuda", count, torch.float16)
     seconds["encode"] = _time(torch, lambda: device.encode_chunks(many, 1, [chunk] * count), max(3, repeats // 4))
     source = torch.empty(out_bytes // 2, dtype=torch.float16, device="cuda").normal_()
     copied = torch.empty_like(source)
@@ -189,6 +180,15 @@ def _time(torch: Any, work: Callable[[], Any], repeats: int) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1000)
     return float(np.median(times))
+
+
+def _on_device(torch: Any, kv: KV, device: str, count: int = 1, dtype: Any = None) -> KV:
+    """``count`` copies of ``kv`` one behind the other, as tensors of a device."""
+    arrays: list[Any] = [
+        torch.from_numpy(x).to(dtype or torch.float32).to(device).repeat(1, count, 1, 1) for x in (kv.keys, kv.values)
+    ]
+    positions = np.arange(count * len(kv), dtype=np.int32)
+    return KV(arrays[0], arrays[1], np.tile(kv.token_ids, count), positions)
 
 
 def _target(torch: Any, shape: KVShape, positions: Any, rope: RopeSpec, device: str, dtype: Any = None) -> KVTarget:

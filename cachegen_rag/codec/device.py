@@ -162,7 +162,8 @@ class DeviceCodec:
         indices = self._gain_indices(keys, values, level)
         gains = torch.exp2((indices.float() - NEUTRAL) / 2)
         symbols, at, escaped = encoder.quantize(forward, tables, keys, values, gains)
-        row, column = np.divmod(at, max(tables.n_columns, 1))
+        columns = max(tables.n_columns, 1)
+        row, column = at // columns, at % columns
         if len(exact):
             symbols[torch.from_numpy(exact).to(self._device)] = 0
             kept = ~np.isin(row, exact)
