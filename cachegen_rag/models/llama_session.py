@@ -44,7 +44,7 @@ class LlamaSession:
         self._context = model.context
         self._ids: list[int] = []
         self._staged = np.zeros(model.n_ctx, dtype=bool)  # positions that the library holds
-        self._dropped = 0  # library rows before this position were given up to make room
+        self._lost = np.zeros(model.n_ctx, dtype=bool)  # positions that it held and gave up to make room
         self._computed = 0  # leading tokens that were computed here or kept, not taken
         self._has_logits = False
         self._open = True
@@ -140,13 +140,16 @@ class LlamaSession:
             for run in np.split(positions, breaks):
                 self._context.remove(LIBRARY, int(run[0]), int(run[-1]) + 1)
                 self._staged[run] = False
-        if not self._context.set_sequence(SCRATCH, state.data):
+        restored = self._context.set_sequence(SCRATCH, state.data)
+        if not restored and self._make_room():
+            restored = self._context.set_sequence(SCRATCH, state.data)
+        if not restored:
             raise ContextOverflowError(
                 f"the engine's cache has no room for {len(positions)} staged rows beside the prompt's {self.length}"
             )
         self._context.copy(SCRATCH, LIBRARY)
         self._context.remove(SCRATCH)
-        self._staged[positions] = True
+        self._staged[positions], self._lost[positions] = True, False
 
     def take(self, start: int, stop: int, token_ids: Sequence[int]) -> None:
         """Append the library's rows at prompt positions ``start`` to ``stop``."""
@@ -158,10 +161,12 @@ class LlamaSession:
             )
         if stop == start:
             return
+        if self._lost[start:stop].any():
+            raise SpliceRefusedError(
+                f"library rows between {start} and {stop} were dropped to make room; stage them again"
+            )
         if stop > self._model.n_ctx or not self._staged[stop - 1]:
             raise SpliceRefusedError(f"the library has no row for position {stop - 1}, the last one to be taken")
-        if start < self._dropped:
-            raise SpliceRefusedError(f"library rows before position {self._dropped} were dropped to make room")
         self._context.copy(LIBRARY, MAIN, start, stop)
         self._ids.extend(int(i) for i in token_ids)
         self._has_logits = False
@@ -267,10 +272,8 @@ class LlamaSession:
                 try:
                     self._context.decode(ids, self.length, all_logits=logits)
                 except ContextOverflowError:
-                    if self._dropped >= self.length:
+                    if not self._make_room():
                         raise
-                    self._context.remove(LIBRARY, 0, self.length)  # rows that the prompt has passed
-                    self._staged[: self.length], self._dropped = False, self.length
                     self._context.decode(ids, self.length, all_logits=logits)
         except BaseException:
             self._context.remove(MAIN, self.length)
@@ -279,6 +282,15 @@ class LlamaSession:
             self._computed += len(ids)
         self._ids.extend(ids)
         self._has_logits = True
+
+    def _make_room(self) -> bool:
+        """Give up library rows that the prompt has passed; False if there are none."""
+        if not self._staged[: self.length].any():
+            return False
+        self._context.remove(LIBRARY, 0, self.length)
+        self._lost[: self.length] |= self._staged[: self.length]
+        self._staged[: self.length] = False
+        return True
 
     @contextmanager
     def _cancellable(self, tokens: int) -> Iterator[None]:

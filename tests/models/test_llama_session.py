@@ -72,6 +72,30 @@ def test_library_rows_give_way_when_the_cache_is_full(tiny_gguf: Path) -> None:
             session.truncate(100)
             with pytest.raises(SpliceRefusedError, match="dropped to make room"):
                 session.take(100, 499, ids[100:499])
+            session.truncate(1)
+            target = session.stage(kv.positions + np.int32(1))  # staged again, it can be taken again
+            fill(target, kv)
+            session.commit(target)
+            session.take(1, 496, ids[1:496])
+            np.testing.assert_allclose(session.decode(ids[496:], logits=True), expected, atol=2e-2)
+
+
+def test_staging_again_beside_a_full_prompt(tiny_gguf: Path) -> None:
+    with LlamaCppModel(tiny_gguf, n_ctx=256, n_threads=1, keep_tokens=0) as model:
+        ids = [i % 256 for i in range(250)]
+        kv = export(model, ids[:1], ids[1:])
+        with model.session() as session:
+            session.decode(ids[:1])
+            for _ in range(3):
+                splice(session, kv, 1)
+                session.truncate(1)
+            splice(session, kv, 1)
+            expected = session.decode([7], logits=True)
+            session.truncate(250)
+            target = session.stage(kv.positions[:200] + np.int32(1))
+            fill(target, kv[:200])
+            session.commit(target)
+            np.testing.assert_allclose(session.decode([7], logits=True), expected, atol=2e-2)
 
 
 def test_kept_runs_are_bounded_and_least_recent_goes(tiny_gguf: Path) -> None:
