@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from cachegen_rag.errors import ConfigError, ContextOverflowError
 
-DEFAULT_SEPARATOR = "\n\nDocument:\n"
+DEFAULT_SEPARATOR = "\n\nPassage:\n\n"
 """What :func:`with_documents` puts before each document. ``{number}`` in it counts from 1, but a separator that is the
 same everywhere, in the warm context too, is one the model has seen before and splices better behind."""
 

@@ -16,10 +16,11 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from cachegen_rag.correction import Correction, shipped_correction
 from cachegen_rag.errors import ConfigError, ContextOverflowError
 from cachegen_rag.fingerprint import canonical_bytes
 from cachegen_rag.kv import KV
@@ -53,12 +54,14 @@ def passages() -> list[str]:
 class WarmContext:
     """The contexts of one model, as token ids, each beginning as the model's prompts do.
 
-    ``digest`` (64 hex digits) identifies them. The engine keeps each context's KV (``Session.keep``), so that further
-    documents cost no more than their own tokens.
+    correction : applied to every document that is computed (see ``cachegen_rag.correction``), or None.
+    ``digest`` (64 hex digits) identifies contexts and correction. The engine keeps each context's KV
+    (``Session.keep``), so that further documents cost no more than their own tokens.
     """
 
     contexts: tuple[tuple[int, ...], ...]
     n_ctx: int
+    correction: Correction | None = None
 
     @staticmethod
     def for_model(
@@ -67,10 +70,12 @@ class WarmContext:
         contexts: int = CONTEXTS,
         passages_each: int = PASSAGES,
         separator: str = DEFAULT_SEPARATOR,
+        correction: Correction | Literal["shipped"] | None = "shipped",
     ) -> WarmContext:
         """The canonical contexts of ``model``. ``contexts=0``: documents are computed behind a BOS alone.
 
         separator : what stands before each passage, and before the document that is computed.
+        correction : by default the one that ships for models of this family, if any does.
 
         Raises
         ------
@@ -87,12 +92,15 @@ class WarmContext:
         ids = tuple(context_ids(model, group, separator) for group in groups) or (
             () if model.bos_id is None else (model.bos_id,),
         )
-        return WarmContext(ids, model.n_ctx)
+        if correction == "shipped":
+            correction = shipped_correction(model.fingerprint)
+        return WarmContext(ids, model.n_ctx, correction)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the contexts' token ids: goes into ``ModelFingerprint.context``."""
-        return hashlib.sha256(b"cachegen-rag warm 1" + canonical_bytes(self.contexts)).hexdigest()
+        """SHA-256 of the contexts' token ids and the correction: goes into ``ModelFingerprint.context``."""
+        made_of = [list(self.contexts), None if self.correction is None else self.correction.hash]
+        return hashlib.sha256(b"cachegen-rag warm 1" + canonical_bytes(made_of)).hexdigest()
 
     @property
     def tokens(self) -> int:
@@ -139,7 +147,8 @@ class WarmContext:
         for index, total in enumerate(sums):
             sums[index] = None
             assert total is not None
-            yield _scaled(total, 1.0 / len(self.contexts))
+            mean = _scaled(total, 1.0 / len(self.contexts))
+            yield mean if self.correction is None else self.correction.apply(mean)
 
     def _begin(self, session: Session, context: Sequence[int]) -> None:
         """Put ``context`` on an empty session: what an earlier session kept of it, and the rest computed."""
