@@ -110,10 +110,11 @@ def test_a_request_finds_what_was_announced(
         stream = cache.stream(cache.prompt([{"role": "user", "content": "Which?"}], TEXTS[:2]), Sampling(max_tokens=2))
         stream.text()
         assert [s.source for s in stream.record.segments if s.kind == "document"] == ["store", "store"]
-        assert (gets(server, "/ac/"), gets(server, "/cas/")) == (2, 2), "nothing was read twice"
+        paths = [path for _, method, path in server.log if method == "GET"]
+        assert len(paths) == len(set(paths)) and gets(server, "/cas/") == 2, "nothing was read twice"
         cache.prefetch(["a text that nobody has stored"])
         cache.prefetch([object()])
-        wait_for(lambda: gets(server, "/ac/") == 3)
+        wait_for(lambda: gets(server, "/ac/") > len(paths) - 2)
 
 
 def test_a_dead_server_is_no_reason_to_fail(tiny_model: Any) -> None:
