@@ -183,7 +183,7 @@ def simulate(
             state.advance(state.model, slice_seconds)
     levels = state.level
     loss = sum(float(work.losses[v, i]) * (1 - state.computed[i]) for i, v in enumerate(levels) if v is not None)
-    return Outcome(state.model + work.tail, loss, levels, state.bytes)
+    return Outcome(float(state.model + work.tail), loss, levels, state.bytes)
 
 
 class _ChunkRate(LastValue):
@@ -222,7 +222,7 @@ def _earliest(work: Work, trace: Trace, levels: list[int], rtt: float) -> Outcom
             states = _pareto(reached)
         for model in states.values():
             if model + work.tail < best.ttft:
-                best = Outcome(model + work.tail, 0.0)
+                best = Outcome(float(model + work.tail), 0.0)
     return best
 
 

@@ -130,7 +130,7 @@ class ObjectServer:
         try:
             while await self._answer(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
@@ -147,7 +147,7 @@ class ObjectServer:
         if self.link.delay:
             await asyncio.sleep(self.link.delay)
         if fault is not None:
-            return await self._misbehave(writer, method, path, headers, body, fault)
+            return await self._misbehave(reader, writer, method, path, headers, body, fault)
         status, data, more = self._handle(method, path, headers, body)
         await self._head(writer, status, len(data), more)
         if method != "HEAD":
@@ -188,7 +188,14 @@ class ObjectServer:
             await writer.drain()
 
     async def _misbehave(
-        self, writer: asyncio.StreamWriter, method: str, path: str, headers: dict[str, str], body: bytes, fault: Fault
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes,
+        fault: Fault,
     ) -> bool:
         """Do ``fault`` to this answer; whether the connection lives on."""
         kind = fault.kind
@@ -202,7 +209,7 @@ class ObjectServer:
             await self._head(writer, "302 Found", 0, "Location: http://169.254.169.254/latest/meta-data\r\n")
             return True
         if kind == "silent":
-            await asyncio.sleep(3600)
+            await _until_gone(reader)
         if kind == "reset before head":
             return _reset(writer)
         if kind == "not http":
@@ -249,7 +256,7 @@ class ObjectServer:
         if kind == "huge length":
             await self._head(writer, "200 OK", 1 << 40)
             await self._body(writer, data)
-            await asyncio.sleep(3600)
+            await _until_gone(reader)
         if kind == "chunked cut":
             await self._head(writer, "200 OK", None, "Transfer-Encoding: chunked\r\n")
             writer.write(f"{len(data):x}\r\n".encode() + data[:cut])
@@ -260,7 +267,7 @@ class ObjectServer:
         if kind == "reset":
             return _reset(writer)
         if kind == "stall":
-            await asyncio.sleep(3600)
+            await _until_gone(reader)
         if kind == "drip":
             for at in range(cut, len(data)):
                 writer.write(data[at : at + 1])
@@ -268,6 +275,13 @@ class ObjectServer:
                 await asyncio.sleep(0.2)
             return True
         return False  # truncate, no length, long length: the connection just ends
+
+
+async def _until_gone(reader: asyncio.StreamReader) -> None:
+    """Say nothing more until the client gives up."""
+    while await reader.read(1 << 16):
+        pass
+    raise ConnectionResetError
 
 
 def _reset(writer: asyncio.StreamWriter) -> bool:

@@ -144,7 +144,7 @@ def simulation(sets: dict[str, list[np.ndarray]]) -> list[dict[str, Any]]:
                     for name, policy in (("CacheGen's rule", CacheGenRule()), ("ours", Planner())):
                         got = simulate(work, trace, policy, target=target, prior=rate)
                         row = {"policy": name, "target_s": target, "slack": slack, "ttft_s": got.ttft}
-                        row |= {"missed": bool(got.ttft > target * 1.0001), "optimum_missed": least.ttft > target}
+                        row |= {"missed": bool(got.ttft > target * 1.0001), "optimum_missed": bool(least.ttft > target)}
                         row |= {"kl": got.loss / (CHUNKS * CHUNK_TOKENS)}
                         row |= {"optimum_kl": least.loss / (CHUNKS * CHUNK_TOKENS)}
                         rows.append(base | row)

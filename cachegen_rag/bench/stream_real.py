@@ -51,14 +51,24 @@ class _Link:
 
 
 def measure_links(
-    model: str | None, rates: list[float | None], tokens: int, repeats: int, threads: int | None, tc: bool
+    model: str | KVModel | None,
+    rates: list[float | None],
+    tokens: int,
+    repeats: int,
+    threads: int | None,
+    tc: bool,
+    profile: Any = None,
 ) -> dict[str, Any]:
     """Requests at every rate: text, the default level fetched whole, and ours. See ``bench.stream.run``."""
-    engine: KVModel = LlamaCppModel(model or small_model_path(), n_ctx=2 * tokens + 1024, n_threads=threads)
+    engine: KVModel
+    if model is None or isinstance(model, str):
+        engine = LlamaCppModel(model or small_model_path(), n_ctx=2 * tokens + 1024, n_threads=threads)
+    else:
+        engine = model
     document = engine.detokenize(engine.tokenize(shipped_text())[:tokens])
     rows: list[dict[str, Any]] = []
     with ObjectServer() as server:
-        bench = _Bench(engine, server, document, _Link(server, tc))
+        bench = _Bench(engine, server, document, _Link(server, tc), profile)
         bench.prepare()
         text = [bench.ask("text", None) for _ in range(max(2, repeats - 1))]
         rows += text
@@ -90,7 +100,8 @@ def measure_links(
 class _Bench:
     """One model, one document, one store; each request opens its own connection, as after a pause."""
 
-    def __init__(self, engine: KVModel, server: ObjectServer, document: str, link: _Link) -> None:
+    def __init__(self, engine: KVModel, server: ObjectServer, document: str, link: _Link, profile: Any) -> None:
+        self.profile = profile
         self.engine, self.server, self.document, self.link = engine, server, document, link
         self.costs = Costs()
         self.asked = 0
@@ -112,7 +123,14 @@ class _Bench:
             return Loader(store, name, costs=self.costs)
 
         recompute = 0 if mode == "overlap" else None
-        return KVCache(self.engine, open_store(self.server.url), loader=loader, recompute=recompute, exact_bytes=0)
+        return KVCache(
+            self.engine,
+            open_store(self.server.url),
+            profile=self.profile,
+            loader=loader,
+            recompute=recompute,
+            exact_bytes=0,
+        )
 
     def ask(self, mode: str, mbit: float | None) -> dict[str, Any]:
         """One request; its row."""

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from cachegen_rag.bench import stream
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    data = tmp_path_factory.mktemp("data")
+    traces = [{"bw": list(np.random.default_rng(i).uniform(0.1, 10, 10))} for i in range(2)]
+    (data / "bandwidth_traces_gbps.jsonl").write_text("\n".join(map(json.dumps, traces)))
+    sets = stream.trace_sets(data)
+    assert set(sets) == {"recorded", "steps", "outages", "ramps"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "FACTORS", (1.0, 5.0))
+        rows = stream.simulation({kind: traces[:1] for kind, traces in sets.items()})
+    return rows, stream.summarize_simulation(rows)
+
+
+def test_rows_are_what_they_say(simulated):
+    rows, _ = simulated
+    json.dumps(rows)
+    for row in rows:
+        if row["target_s"] is None and row["policy"] in ("ours", "text"):
+            assert row["ttft_s"] >= row["optimum_s"] * (1 - 1e-9)
+        elif row["target_s"] is not None:
+            assert row["missed"] == (row["ttft_s"] > row["target_s"] * 1.0001)
+    assert {r["policy"] for r in rows} > {"text", "ours", "CacheGen's rule"}
+
+
+def test_the_summary_meets_the_promises(simulated):
+    _, summary = simulated
+    assert summary["regret_mean"] < 0.10
+    assert summary["target_miss_excess"] < summary["target_miss_cachegen_rule"]
+    assert summary["kl_vs_cachegen_rule"] < 1
+    assert all(one["kl_vs_rule"] < 1 for one in summary["by_traces"].values())
+
+
+def test_traces_without_data():
+    assert "flicker" in stream.trace_sets(None)
+    assert all(abs(t.mean() - 1) < 1e-9 for traces in stream.trace_sets(None).values() for t in traces)
+
+
+def test_real_requests_over_shaped_links(tiny_model, tmp_path, monkeypatch):
+    """The tiny model answers over every kind of link; its figures mean nothing, its rows are complete."""
+    import synthetic
+
+    from cachegen_rag.bench import stream_real
+
+    profile = synthetic.profile(tiny_model.shape)
+    monkeypatch.setattr(stream_real, "LEAST_RATE", 20.0)
+    found = stream_real.measure_links(
+        tiny_model, rates=[50, None], tokens=100, repeats=2, threads=1, tc=False, profile=profile
+    )
+    modes = [row["mode"] for row in found["rows"]]
+    assert modes.count("ours") == 6 and modes.count("level") == 3 and modes.count("overlap") == 6
+    assert set(found["summary"]) >= {"ttft_vs_best_p95", "overlap_ratio", "both_ends_speedup"}
+    assert all(np.isfinite(value) for value in found["summary"].values())
+    for row in found["rows"]:
+        if row["mode"] == "level":
+            assert row["spliced"] == row["tokens"] and row["bytes"] > 0
+    pytest.importorskip("matplotlib")
+    result = {"rows": found["rows"], "timeline": found["timeline"]}
+    stream.plot(result, tmp_path / "stream.png")
+    assert (tmp_path / "stream.png").stat().st_size > 5_000
