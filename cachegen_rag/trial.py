@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cachegen_rag.codec import Codec
 from cachegen_rag.kv import KV
 from cachegen_rag.models.base import KVModel, KVTarget, Session
-from cachegen_rag.prompt import Prompt, Segment
+from cachegen_rag.prompt import Prompt
 from cachegen_rag.recompute import Method, Scene, look, rewind
 from cachegen_rag.rope import from_interleaved, rotate
 from cachegen_rag.splice import Decode, Plan, between, execute, plan
@@ -74,10 +74,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """A prompt whose last segment is the question, and the answer that is read behind it."""
+    """A prompt whose last segment is the question, and the answer that is read behind it.
+
+    prefix : tokens in front of the first separator or document; by default the first segment.
+    """
 
     prompt: Prompt
     answer: tuple[int, ...]
+    prefix: int | None = None
 
     def reference(self, session: Session) -> Reference:
         """Compute everything, segment by segment as a spliced prompt is."""
@@ -150,7 +154,8 @@ class Trial:
         return float(-rows[np.arange(len(self.answer)), list(self.answer)].mean())
 
     def _recomputed(self, steps: Plan, leading: int) -> float:
-        first, question = self.prompt.offsets[1], self.prompt.offsets[-2]
+        first = self.prompt.offsets[1] if self.prefix is None else self.prefix
+        question = self.prompt.offsets[-2]
         parts = between(steps.steps, max(first, self.prompt.offsets[leading]), question)
         return sum(len(step) for step in parts if isinstance(step, Decode)) / max(1, question - first)
 
@@ -165,13 +170,17 @@ class Trial:
         session.commit(target, self.prompt.token_ids[start:stop])
 
 
-def joined(prompt: Prompt) -> Prompt:
-    """The same tokens with every separator as the beginning of its document: nothing between documents is decoded."""
-    out: list[Segment] = [prompt.segments[0]]
+def joined(prompt: Prompt, separator: int) -> Prompt:
+    """The same tokens with every separator as the beginning of its document: nothing between documents is decoded.
+
+    separator : tokens of the first segment that stand between prefix and first document.
+    """
+    first = prompt.segments[0]
+    cut = len(first) - separator
+    out = [replace(first, token_ids=first.token_ids[:cut]), replace(first, token_ids=first.token_ids[cut:])]
     for segment in prompt.segments[1:-1]:
-        before = out[-1]
-        if segment.kind == "document" and before.kind == "text" and len(out) > 1:
-            out[-1] = replace(segment, token_ids=before.token_ids + segment.token_ids)
+        if segment.kind == "document" and out[-1].kind == "text":
+            out[-1] = replace(segment, token_ids=out[-1].token_ids + segment.token_ids)
         else:
             out.append(segment)
     return Prompt((*out, prompt.segments[-1]))

@@ -55,7 +55,7 @@ def test_a_prompt_is_split_around_its_documents():
     prompt = build_prompt(model, chat("first text", "second text"))
     assert [s.kind for s in prompt.segments] == ["text", "document", "text", "document", "text"]
     assert model.text(prompt.token_ids) == (
-        "<s><|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nDocument:\nfirst text\n\nDocument:\nsecond text"
+        "<s><|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nPassage:\n\nfirst text\n\nPassage:\n\nsecond text"
         "\n\nwhy?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompt.documents == [1, 3]
@@ -169,7 +169,7 @@ def test_a_template_that_refuses_system_messages_gets_them_with_the_first_user_m
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     model = Words(template)
     prompt = build_prompt(model, chat("a text"))
-    assert "user\nbe brief\n\nDocument:\na text" in model.text(prompt.token_ids)
+    assert "user\nbe brief\n\nPassage:\n\na text" in model.text(prompt.token_ids)
 
 
 @pytest.mark.parametrize(

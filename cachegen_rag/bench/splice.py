@@ -30,11 +30,11 @@ from cachegen_rag.codec import Codec
 from cachegen_rag.codec.calibrate import calibrate
 from cachegen_rag.codec.profile import shipped_profile
 from cachegen_rag.errors import ConfigError
-from cachegen_rag.kv import KV
+from cachegen_rag.kv import KV, concatenate
 from cachegen_rag.models.base import KVModel, Sampling
 from cachegen_rag.models.demo import small_model_path
 from cachegen_rag.models.llama_cpp import LlamaCppModel
-from cachegen_rag.prompt import Document, Message, Prompt, build_prompt, with_documents
+from cachegen_rag.prompt import Document, Message, Prompt, build_prompt
 from cachegen_rag.recompute import Method, Nothing, method
 from cachegen_rag.trial import Fill, Outcome, Reference, Trial, joined, place
 from cachegen_rag.warm import WarmContext, passages
@@ -175,7 +175,8 @@ class Bench:
         self._separator, self._separator_ids = separator, engine.tokenize(separator)
         warm = WarmContext.for_model(engine, separator=separator)
         # Behind a context without its last separator, a document and its separator can be computed together.
-        self._warm = replace(warm, contexts=tuple(c[: -len(self._separator_ids)] for c in warm.contexts))
+        contexts = tuple(c[: -len(self._separator_ids)] for c in warm.contexts)
+        self._warm, self._correction = replace(warm, contexts=contexts, correction=None), warm.correction
         self._text: list[dict[str, Any]] = []
 
     def measure(
@@ -197,23 +198,30 @@ class Bench:
         return row | {name: float(np.mean([t[name] for t in self._text])) for name in self._text[0]}
 
     def _trial(self, question: Question, texts: Sequence[str]) -> Trial:
-        messages = [Message.of("system", SYSTEM), Message.of("user", f"Question: {question.text}")]
-        marked = with_documents(messages, [Document(text) for text in texts], self._separator)
-        prompt = build_prompt(self._engine, marked, max_document_tokens=self._document_tokens)
-        return Trial(prompt, tuple(self._engine.tokenize(question.answers[0])))
+        parts: list[str | Document] = []
+        for text in texts:
+            parts += [self._separator, Document(text)]
+        messages = [Message.of("system", SYSTEM), Message.of("user", *parts, f"\n\nQuestion: {question.text}")]
+        prompt = build_prompt(self._engine, messages, max_document_tokens=self._document_tokens)
+        prefix = prompt.offsets[1] - len(self._separator_ids)
+        return Trial(prompt, tuple(self._engine.tokenize(question.answers[0])), prefix)
 
     def _warm_kv(self, texts: Sequence[str]) -> list[KV]:
         """Separator and document of each text, in the warm context."""
         chunks = [self._separator_ids + self._engine.tokenize(text)[: self._document_tokens] for text in texts]
         with self._engine.session() as session:
-            return list(self._warm.compute_many(session, chunks))
+            computed = list(self._warm.compute_many(session, chunks))
+        if self._correction is None:
+            return computed
+        head = len(self._separator_ids)
+        return [concatenate([kv[:head], self._correction.apply(kv[head:])]) for kv in computed]
 
     def _measure(
         self, question: Question, texts: Sequence[str], warm: dict[str, KV], cases: Sequence[Case]
     ) -> Iterator[tuple[Case, dict[str, Any]]]:
         trial = self._trial(question, texts)
         prompt = trial.prompt
-        whole = replace(trial, prompt=joined(prompt))
+        whole = replace(trial, prompt=joined(prompt, len(self._separator_ids)))
         with self._engine.session() as session:
             reference = trial.reference(session)
             text = self._answer(session, trial)
@@ -257,7 +265,7 @@ class Bench:
     ) -> dict[str, Any]:
         exact: tuple[int, Fill] | None = None
         prompt = trial.prompt
-        start, stop = prompt.offsets[1], prompt.offsets[-2]
+        start, stop = trial.prefix or 0, prompt.offsets[-2]
         if case.stored == "exact":
             leading = len(prompt.segments) - 2  # behind the last document stands the question
             exact = (leading + 1, self._fill(reference.kv[:stop], case.coded, sinks=True))
