@@ -21,8 +21,9 @@ from cachegen_rag.prompt import Prompt
 from cachegen_rag.recompute import Recompute, Scene, look, rewind
 from cachegen_rag.rope import RopeSpec
 from cachegen_rag.splice import Decode, Plan, Take, between, plan
+from cachegen_rag.streaming.parts import Part, Ready
 from cachegen_rag.streaming.pipeline import Loader
-from cachegen_rag.streaming.transfer import Part, Ready, Transfer
+from cachegen_rag.streaming.transfer import Transfer
 
 TAKEN, DECODED = 1, 2
 

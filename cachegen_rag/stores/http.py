@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import math
 import os
 import ssl
@@ -25,7 +24,6 @@ from email.utils import parsedate_to_datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 import stamina
@@ -47,6 +45,7 @@ from cachegen_rag.stores.base import (
     check_object,
     check_size,
 )
+from cachegen_rag.stores.http_address import bearer, check_url, secret
 from cachegen_rag.stores.http_limits import Health, Slots
 
 T = TypeVar("T")
@@ -96,7 +95,7 @@ class HTTPStore:
         http2: bool | None = None,
         ca_file: str | Path | None = None,
     ) -> None:
-        self.url = _check_url(url)
+        self.url = check_url(url)
         if token is not None and auth is not None:
             raise ConfigError("token and auth exclude each other")
         if not timeout > 0 or attempts < 1 or connections < 1:
@@ -105,8 +104,8 @@ class HTTPStore:
             raise MissingDependencyError("HTTP/2 needs the http2 extra: pip install 'cachegen-rag[http2]'")
         secure = self.url.startswith("https:")
         self._options: dict[str, Any] = {
-            "headers": {"User-Agent": "cachegen-rag", "Accept-Encoding": "identity", **_bearer(token)},
-            "auth": None if auth is None else httpx.BasicAuth(auth[0], _secret(auth[1])),
+            "headers": {"User-Agent": "cachegen-rag", "Accept-Encoding": "identity", **bearer(token)},
+            "auth": None if auth is None else httpx.BasicAuth(auth[0], secret(auth[1])),
             "timeout": httpx.Timeout(timeout, pool=None),
             "limits": httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
             "http2": find_spec("h2") is not None and secure if http2 is None else http2,
@@ -403,41 +402,6 @@ def _retry_after(value: str | None) -> float | None:
     except (ValueError, TypeError, OverflowError):
         return None
     return min(max(seconds, 0.0), MAX_RETRY_AFTER)
-
-
-def _check_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigError("the store's URL is malformed") from error
-    if "@" in parts.netloc:
-        raise ConfigError("the store's URL holds credentials; pass token= or auth= instead")
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise ConfigError(f"an HTTP store is https://host/base without query or fragment, got {url!r:.200}")
-    if any(c <= " " or c == "\\" for c in url) or ".." in parts.path.split("/"):
-        raise ConfigError(f"the store's URL holds characters that do not belong there: {url!r:.200}")
-    if parts.scheme == "http" and not _loopback(host):
-        raise ConfigError(f"{url!r:.200}: plain http is for loopback addresses only; use https")
-    return url.rstrip("/")
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def _secret(value: str | SecretStr) -> str:
-    text = value.get_secret_value() if isinstance(value, SecretStr) else value
-    if not isinstance(text, str) or not text.isprintable() or not text.isascii():
-        raise ConfigError("the store's credentials hold characters that cannot be sent in a header")
-    return text
-
-
-def _bearer(token: str | SecretStr | None) -> dict[str, str]:
-    return {} if token is None else {"Authorization": f"Bearer {_secret(token)}"}
 
 
 def _certificates(ca_file: str | Path | None) -> ssl.SSLContext:

@@ -16,8 +16,9 @@ from cachegen_rag.manifest import MAX_MANIFEST_BYTES, Segment
 from cachegen_rag.stores.base import FetchStore, Store
 from cachegen_rag.streaming.bandwidth import Experts, Meter
 from cachegen_rag.streaming.costs import Costs
+from cachegen_rag.streaming.parts import Part
 from cachegen_rag.streaming.policy import Planner, Policy
-from cachegen_rag.streaming.transfer import Part, Transfer
+from cachegen_rag.streaming.transfer import Transfer
 
 SAVE_SECONDS = 60.0
 LOOK_UP_SECONDS = (0.5, 2.0)

@@ -13,15 +13,15 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from cachegen_rag.codec import Codec
 from cachegen_rag.errors import BitstreamError, CodecError, StoreError, StoreUnavailableError
-from cachegen_rag.manifest import Chunk, Segment
+from cachegen_rag.manifest import Segment
 from cachegen_rag.models.base import KVTarget
+from cachegen_rag.streaming.parts import ChunkOutcome, Compute, Event, Part, Ready, levels_of
 from cachegen_rag.streaming.policy import MISSING, Link, Work
 
 if TYPE_CHECKING:
@@ -42,58 +42,6 @@ NOTICEABLE = 0.025
 SLICE_SECONDS = 0.1
 SLOW_MODEL = 1000.0
 """Tokens a second below which slices may be 32 tokens; faster engines want at least 64 to be efficient."""
-
-
-@dataclass
-class Part:
-    """A chunk of the prompt that may come from the store.
-
-    start : prompt position of its first token. level : the level read when there is no time to first token to keep.
-    head : tokens of it that are computed in any case. gap : tokens computed between the part before it and this one.
-    """
-
-    chunk: Chunk
-    token_ids: Sequence[int]
-    codec: Codec
-    level: int
-    start: int
-    head: int = 0
-    gap: int = 0
-
-
-@dataclass
-class ChunkOutcome:
-    """What became of a chunk. Times are milliseconds; ``reason`` says why it was computed, if it was."""
-
-    level: int | None = None
-    bytes: int = 0
-    fetch_ms: float = 0.0
-    decode_ms: float = 0.0
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The chunk is in its target: commit it and take the rows not computed yet."""
-
-
-@dataclass(frozen=True)
-class Compute:
-    """Compute the next ``tokens`` of the chunk, then ask again. ``reason`` if the rest will not come from the store."""
-
-    tokens: int
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Event:
-    """A step for timelines: ``what`` happened to chunk ``part`` from ``start`` to ``stop``, seconds after the start."""
-
-    what: Literal["fetch", "decode", "splice", "compute"]
-    part: int
-    start: float
-    stop: float
-    level: int | None = None
 
 
 class Transfer:
@@ -374,7 +322,7 @@ class Transfer:
         """Lay out what the planner needs to know of every part, once."""
         loader, parts = self._loader, self.parts
         choose = self._due is not None and loader.remote
-        self._levels = [_levels(part, choose) for part in parts]
+        self._levels = [levels_of(part, choose) for part in parts]
         rows = max([1, *map(len, self._levels)])
         self._sizes = np.full((rows, len(parts)), MISSING)
         self._losses, self._decodes = np.zeros((2, rows, len(parts)))
@@ -476,15 +424,6 @@ class Transfer:
         level: int | None = None,
     ) -> None:
         self.events.append(Event(what, i, start - self.began, stop - self.began, level))
-
-
-def _levels(part: Part, choose: bool) -> list[int]:
-    """Levels that may be read, finest first: all whose quality is known if there is a choice, else the part's own."""
-    stored = {entry.level: entry for entry in part.chunk.levels if len(entry.segments) == 1}
-    if not choose:
-        return [part.level] if part.level in stored else []
-    known = [level for level, entry in stored.items() if entry.expected_kl is not None]
-    return sorted(known) or ([part.level] if part.level in stored else [])
 
 
 def _decode_key(codec: Codec, level: int) -> str:

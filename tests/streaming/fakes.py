@@ -12,8 +12,9 @@ from cachegen_rag.errors import CorruptBitstreamError
 from cachegen_rag.manifest import Chunk, Level, Segment
 from cachegen_rag.models.base import KVTarget
 from cachegen_rag.rope import RopeSpec
+from cachegen_rag.streaming.parts import Part, Ready
 from cachegen_rag.streaming.pipeline import Loader
-from cachegen_rag.streaming.transfer import Part, Ready, Transfer
+from cachegen_rag.streaming.transfer import Transfer
 
 TOKENS = 256
 

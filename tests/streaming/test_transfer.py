@@ -130,7 +130,7 @@ class TestRemote:
         run = drive(loader, library, speed=SPEED)
         assert 3 * TOKENS <= sum(run.taken) <= 9 * TOKENS
         assert run.seconds < 2 * TEXT / 1.15
-        assert run.taken == sorted(run.taken) or prior != 1.0  # the front was computed, the back fetched
+        assert sum(run.taken[:6]) < sum(run.taken[6:]) or prior != 1.0  # the front was computed, the back fetched
         loader.close()
 
     def test_a_slow_link_costs_nothing(self, server, remote):
@@ -271,7 +271,7 @@ class TestLookUp:
         for store in (local, remote):
             store.put("ac", "a" * 64, b"manifest")
             loader = make_loader(store)
-            found = loader.look_up(["a" * 64, "b" * 64])
+            found = loader.look_up(["a" * 64, "b" * 64], tokens=100_000)
             assert found[0] == b"manifest" and isinstance(found[1], LookupError)
             loader.close()
 
