@@ -343,7 +343,7 @@ def _levels(model: KVModel, probes: Sequence[Probe], draft: Profile, report: Pro
     logs = np.log(np.maximum.accumulate(np.maximum(kls, 1e-6)))
     # Below what was tried, KL falls with the square of the step: 2 ** (step / 4) squared.
     slope = np.log(2) / 2
-    steps = []
+    steps: list[int] = []
     for target in np.log(TARGET_KL):
         if target < logs[0]:
             step = tried[0] - (logs[0] - target) / slope

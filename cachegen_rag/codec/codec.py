@@ -223,7 +223,7 @@ class Codec:
     def gains(self, stream: Bitstream) -> NDArray[np.float32]:
         """What every token's coefficients are multiplied with, float32 ``[blocks, tokens]``."""
         indices = importance.unpack(stream.section(SECTION_GAINS), len(self.profile.blocks), len(stream))
-        return 1 / importance.gains(indices)
+        return importance.inverse_gains(indices)
 
     def _on_device(self, array: Any) -> Any:
         """The codec of the device where a torch tensor lies, or None for a numpy array."""

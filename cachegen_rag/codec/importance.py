@@ -104,6 +104,12 @@ def gains(indices: NDArray[np.uint8]) -> NDArray[np.float32]:
     return gain
 
 
+def inverse_gains(indices: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """What the decoder multiplies with."""
+    inverse: NDArray[np.float32] = np.exp2((NEUTRAL - indices.astype(np.float32)) / 2).astype(np.float32)
+    return inverse
+
+
 def pack(indices: NDArray[np.uint8]) -> bytes:
     """Two indices a byte, the first in the low half; every block begins a byte."""
     padded = np.pad(indices, ((0, 0), (0, indices.shape[1] % 2)))
