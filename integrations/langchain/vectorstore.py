@@ -50,7 +50,8 @@ class KVCachedVectorStore(VectorStore):
 
     Notes
     -----
-    A failure to compute or store KV never fails an addition: ``failures`` holds the last reasons.
+    A failure to compute or store KV never fails an addition: ``failures`` holds the last reasons. Where the wrapped
+    store has no ``get_by_ids``, or everything is deleted at once (``ids=None``), KV is left to the store's eviction.
     """
 
     def __init__(
@@ -67,7 +68,6 @@ class KVCachedVectorStore(VectorStore):
         self.failures: deque[tuple[str, str]] = deque(maxlen=MAX_FAILURES)
         self._source = cache
         self._progress = progress
-        self._texts: dict[str, str] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cachegen-prefill") if background else None
         self._pending: set[Future[None]] = set()
         self._lock = threading.Lock()
@@ -85,40 +85,44 @@ class KVCachedVectorStore(VectorStore):
     # ---- adding and deleting ----
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        before = self._texts_of(_given_ids(documents, kwargs))
         ids = self.store.add_documents(documents, **kwargs)
-        self._added(documents, ids)
+        self._added(documents, ids, before)
         return ids
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        before = await run_in_executor(None, self._texts_of, _given_ids(documents, kwargs))
         ids = await self.store.aadd_documents(documents, **kwargs)
-        await run_in_executor(None, self._added, documents, ids)
+        await run_in_executor(None, self._added, documents, ids, before)
         return ids
 
     def add_texts(
         self, texts: Iterable[str], metadatas: list[dict] | None = None, *, ids: list[str] | None = None, **kwargs: Any
     ) -> list[str]:
         documents = _documents(texts, metadatas, ids)
+        before = self._texts_of(ids or ())
         made = self.store.add_texts([d.page_content for d in documents], metadatas, ids=ids, **kwargs)
-        self._added(documents, made)
+        self._added(documents, made, before)
         return made
 
     async def aadd_texts(
         self, texts: Iterable[str], metadatas: list[dict] | None = None, *, ids: list[str] | None = None, **kwargs: Any
     ) -> list[str]:
         documents = _documents(texts, metadatas, ids)
+        before = await run_in_executor(None, self._texts_of, ids or ())
         made = await self.store.aadd_texts([d.page_content for d in documents], metadatas, ids=ids, **kwargs)
-        await run_in_executor(None, self._added, documents, made)
+        await run_in_executor(None, self._added, documents, made, before)
         return made
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        texts = self._known_texts(ids)
+        texts = self._texts_of(ids or ())
         done = self.store.delete(ids, **kwargs)
         if done is not False:
             self._deleted(ids, texts)
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        texts = await run_in_executor(None, self._known_texts, ids)
+        texts = await run_in_executor(None, self._texts_of, ids or ())
         done = await self.store.adelete(ids, **kwargs)
         if done is not False:
             await run_in_executor(None, self._deleted, ids, texts)
@@ -136,13 +140,12 @@ class KVCachedVectorStore(VectorStore):
             self._pool.shutdown(wait=True)
         self.references.close()
 
-    def _added(self, documents: Sequence[Document], ids: Sequence[str]) -> None:
+    def _added(self, documents: Sequence[Document], ids: Sequence[str], before: dict[str, str]) -> None:
         keys = [text_key(d.page_content) for d in documents]
-        self._texts.update(zip(keys, (d.page_content for d in documents), strict=True))
         replaced = self.references.assign(zip(map(str, ids), keys, strict=True))
         named = [Document(page_content=d.page_content, id=str(id)) for d, id in zip(documents, ids, strict=True)]
         self._do(lambda: self._prefill(named))
-        self._do(lambda: self._forget(replaced))
+        self._do(lambda: self._forget(replaced, before))
 
     def _do(self, work: Callable[[], None]) -> None:
         """Now, or in the background after everything that was asked for before."""
@@ -163,8 +166,8 @@ class KVCachedVectorStore(VectorStore):
             log.warning("no KV for %d documents: %s", len(documents), error, exc_info=True)
             self.failures.extend((str(d.id), str(error)) for d in documents)
 
-    def _known_texts(self, ids: Sequence[str] | None) -> dict[str, str]:
-        """Texts of documents about to be deleted, as far as the wrapped store still tells them."""
+    def _texts_of(self, ids: Sequence[str]) -> dict[str, str]:
+        """Texts of documents about to be deleted or replaced, as far as the wrapped store tells them."""
         try:
             found = self.store.get_by_ids(list(ids)) if ids else []
         except NotImplementedError:
@@ -172,17 +175,12 @@ class KVCachedVectorStore(VectorStore):
         return {text_key(d.page_content): d.page_content for d in found}
 
     def _deleted(self, ids: Sequence[str] | None, texts: dict[str, str]) -> None:
-        gone = self.references.ids() if ids is None else [str(id) for id in ids]
-        self._texts.update(texts)
-        unused = self.references.drop(gone)
-        self._do(lambda: self._forget(unused))
+        unused = self.references.drop(self.references.ids() if ids is None else map(str, ids))
+        self._do(lambda: self._forget(unused, texts))
 
-    def _forget(self, keys: Iterable[str]) -> None:
+    def _forget(self, keys: Iterable[str], texts: dict[str, str]) -> None:
         """Delete the KV of texts that nothing refers to. What cannot be deleted now is evicted some day."""
-        for key in keys:
-            text = self._texts.pop(key, None)
-            if text is None:
-                continue
+        for text in (texts[key] for key in keys if key in texts):
             try:
                 self.cache.delete(text)
             except Exception as error:
@@ -274,3 +272,8 @@ def _documents(texts: Iterable[str], metadatas: list[dict] | None, ids: Sequence
     names: Iterator[str | None] = iter(ids) if ids is not None else iter([None] * len(texts))
     extra = metadatas or [{}] * len(texts)
     return [Document(page_content=t, metadata=m, id=id) for t, m, id in zip(texts, extra, names, strict=True)]
+
+
+def _given_ids(documents: Sequence[Document], kwargs: dict[str, Any]) -> list[str]:
+    """The ids that documents are about to be added under, where the caller chose them."""
+    return list(kwargs.get("ids") or [d.id for d in documents if d.id is not None])
