@@ -103,6 +103,15 @@ class KV:
         return int(self.keys.nbytes + self.values.nbytes)
 
 
+def as_numpy(array: Any) -> NDArray[Any]:
+    """A numpy array as it is; a tensor, on whatever device, as a numpy array on the host (float32 for bfloat16)."""
+    if isinstance(array, np.ndarray):
+        return array
+    tensor = array.detach()
+    on_host: NDArray[Any] = (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).cpu().numpy()
+    return on_host
+
+
 def concatenate(parts: list[KV]) -> KV:
     """Join KVs of consecutive chunks of one document along the token axis.
 
@@ -114,8 +123,8 @@ def concatenate(parts: list[KV]) -> KV:
     if not parts:
         raise EncodeError("concatenate needs at least one KV")
     return KV(
-        np.concatenate([p.keys for p in parts], axis=1),
-        np.concatenate([p.values for p in parts], axis=1),
+        np.concatenate([as_numpy(p.keys) for p in parts], axis=1),
+        np.concatenate([as_numpy(p.values) for p in parts], axis=1),
         np.concatenate([p.token_ids for p in parts]),
         np.concatenate([p.positions for p in parts]),
     )

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.errors import ConfigError
+from cachegen_rag.kv import as_numpy
 from cachegen_rag.models.base import Session
 from cachegen_rag.prompt import Prompt
 from cachegen_rag.rope import RopeSpec, rotate
@@ -266,9 +267,9 @@ def look(session: Session, prompt: Prompt, rope: RopeSpec, band: tuple[float, fl
     kv = session.export(0, stop)
     session.truncate(start)
     scores = np.zeros(stop, dtype=np.float32)
-    scores[kv.positions] = attention(
-        queries, np.arange(start, stop, dtype=np.int32), np.asarray(kv.keys, dtype=np.float32), kv.positions, rope, band
-    )
+    keys = as_numpy(kv.keys).astype(np.float32, copy=False)
+    positions = np.arange(start, stop, dtype=np.int32)
+    scores[kv.positions] = attention(queries, positions, keys, kv.positions, rope, band)
     return scores
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.codec import Codec
-from cachegen_rag.kv import KV
+from cachegen_rag.kv import KV, as_numpy
 from cachegen_rag.models.base import KVModel, KVTarget, Session
 from cachegen_rag.prompt import Prompt
 from cachegen_rag.recompute import Method, Scene, look, rewind
@@ -25,10 +25,10 @@ def place(kv: KV) -> Fill:
     """A fill that writes ``kv``, rotated to the target's positions."""
 
     def fill(target: KVTarget) -> None:
-        keys = from_interleaved(rotate(np.asarray(kv.keys), target.positions, target.rope), target.rope)
+        keys = from_interleaved(rotate(as_numpy(kv.keys), target.positions, target.rope), target.rope)
         for layer, (k, v) in enumerate(zip(target.keys, target.values, strict=True)):
-            k[...] = keys[layer]
-            v[...] = kv.values[layer]
+            for rows, array in ((k, keys[layer]), (v, as_numpy(kv.values[layer]))):
+                rows[...] = array if isinstance(rows, np.ndarray) else rows.new_tensor(array)
 
     return fill
 

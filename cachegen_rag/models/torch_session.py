@@ -223,7 +223,7 @@ class TransformersSession:
         values = self._cache.values[:, :, first:last].transpose(1, 2)
         keys = unrotate(keys, torch.from_numpy(positions.astype(np.int64)), self._loaded.rope)
         ids = np.asarray([self._ids[p] for p in positions], dtype=np.int32)
-        host = self._loaded.device.type == "cpu"
+        host = self._loaded.on_host
         if host and values.dtype == torch.bfloat16:
             values = values.float()  # numpy has no bfloat16
         # Copies: the cache goes on to other rows.
@@ -354,7 +354,7 @@ class TransformersSession:
     def _hand_out(self, memory: torch.Tensor) -> Sequence[Any]:
         """``[layers, kv_heads, n, dim]`` as one ``[n, kv_heads, dim]`` view a layer."""
         rows = memory.transpose(1, 2)
-        return list(rows) if self._loaded.device.type != "cpu" else [layer.numpy() for layer in rows]
+        return [layer.numpy() for layer in rows] if self._loaded.on_host else list(rows)
 
 
 def _event(device: torch.device) -> Any:

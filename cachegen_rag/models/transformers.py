@@ -72,9 +72,14 @@ class Loaded:
         self.vocabulary = int(self.model.config.get_text_config().vocab_size)
 
     @property
+    def on_host(self) -> bool:
+        """Whether KV is handed out and exported as numpy arrays; on any other device as tensors."""
+        return self.device.type == "cpu"
+
+    @property
     def shares_memory(self) -> bool:
         """Whether KV is handed out as it lies in memory; numpy, which the CPU decoder uses, has no bfloat16."""
-        return self.device.type != "cpu" or self.dtype != torch.bfloat16
+        return not self.on_host or self.dtype != torch.bfloat16
 
     @property
     def kv_dtype(self) -> str:

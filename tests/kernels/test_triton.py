@@ -179,3 +179,33 @@ def test_chunks_decode_together():
     streams = [codec.parse(chunk) for chunk in data]
     DeviceCodec(codec, torch.device("cpu")).fill(streams, data, [device.rows(a, b) for a, b in cuts])
     close(cpu, device, 1e-5)
+
+
+def test_a_model_on_a_device_stores_and_splices_tensors(tiny_gguf, monkeypatch):
+    """As on a GPU: the engine exports and hands out tensors, and the cache never asks for anything else."""
+    from cachegen_rag import KVCache, Sampling
+    from cachegen_rag.models.transformers import Loaded, TransformersModel
+    from cachegen_rag.stores.memory import MemoryStore
+    from cachegen_rag.warm import WarmContext
+
+    monkeypatch.setattr(Loaded, "on_host", property(lambda self: False))
+    model = TransformersModel(tiny_gguf, n_ctx=512)
+    with model.session() as s:
+        s.decode([5, 6, 7, 8])
+        kv = s.export(0, 3)
+        assert isinstance(kv.keys, torch.Tensor)
+        assert isinstance(s.stage(np.arange(4, 6, dtype=np.int32)).keys[0], torch.Tensor)
+    profile = synthetic.profile(model.shape, layers_a_block=3)
+    monkeypatch.setattr(WarmContext, "for_model", staticmethod(lambda m, **_: WarmContext(((1, 2, 3),), m.n_ctx)))
+    texts = ["the river in the city"]
+    store, answers = MemoryStore(), []
+    for on_host in (False, True):
+        monkeypatch.setattr(Loaded, "on_host", property(lambda self, on_host=on_host: on_host))
+        with KVCache(model, store, profile=profile, level=1) as cache:
+            cache.prefill(texts)
+            prompt = cache.prompt([{"role": "user", "content": "which river?"}], texts)
+            stream = cache.stream(prompt, Sampling(max_tokens=3, logprobs=1))
+            answers.append([(t.id, round(t.logprob, 3)) for t in stream])
+            assert stream.record.spliced_tokens > 0, stream.record
+    assert answers[0] == answers[1], "the host splices the same stored bytes to the same answer"
+    model.close()
