@@ -26,7 +26,7 @@ from cachegen_rag.kv import KV, KVShape
 RIDGE = 1.0
 """Weight of the penalty, in units of the features' mean square. Strong: there are few documents to learn from."""
 
-RANK = 32
+RANK = 16
 """Rank that each layer's map is cut to."""
 
 SKIP = 2
