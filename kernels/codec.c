@@ -33,6 +33,13 @@
 #define API __attribute__((visibility("default")))
 #endif
 
+/* Compiled twice, chosen when loaded: without fused multiply-add, which would round differently from numpy. */
+#if CG_X86 && defined(__linux__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define CLONES
+#endif
+
 enum { CG_OK = 0, CG_TRUNCATED = -1, CG_CORRUPT = -2, CG_MEMORY = -3 };
 
 API void *PyInit__codec(void) { return 0; } /* loaded with ctypes; some linkers want this name */
@@ -261,26 +268,37 @@ API int64_t cg_encode(const int8_t *symbols, int64_t rows, int64_t columns, cons
  * number of escapes; CG_CORRUPT for a size above `limit` or NaN, CG_MEMORY if there is no room.
  *
  * The product is stored before it is used: a fused multiply-add would round differently from numpy. */
-API int64_t cg_quantize(const float *components, int64_t rows, int64_t width, const int32_t *order, int64_t columns,
+CLONES API int64_t cg_quantize(const float *components, int64_t rows, int64_t width, const int32_t *order, int64_t columns,
                         float per_step, float limit, const float *threshold, const int32_t *reach, int8_t *symbols,
                         int64_t *escape_at, int32_t *escape_value, int64_t room) {
-  float *size = malloc((size_t)(columns + 1) * 4);
-  int32_t *value = malloc((size_t)(columns + 1) * 4);
-  int64_t escapes = size && value ? 0 : CG_MEMORY;
+  int32_t *value = malloc((size_t)(columns + 1) * 4), *first = malloc((size_t)(columns + 1) * 4);
+  float *size = malloc((size_t)(columns + 1) * 4), *extra = malloc((size_t)(columns + 1) * 4);
+  int64_t escapes = value && first && size && extra ? 0 : CG_MEMORY;
+  int32_t most;
+  memcpy(&most, &limit, 4); /* sizes are compared by their bits: positive floats order as integers, NaN above all */
+  if (!escapes)
+    for (int64_t c = 0; c < columns; c++) {
+      memcpy(first + c, threshold + 2 * c, 4);
+      extra[c] = threshold[2 * c + 1];
+    }
   for (int64_t r = 0; r < rows && escapes >= 0; r++) {
     const float *y = components + r * width;
     int8_t *out = symbols + r * columns;
-    int bad = 0, wide = 0;
+    int32_t bad = 0, wide = 0;
     for (int64_t c = 0; c < columns; c++) size[c] = y[order[c]] * per_step;
     for (int64_t c = 0; c < columns; c++) {
-      float m = fabsf(size[c]);
-      int finite = m <= limit; /* false for NaN */
-      int32_t v = (int32_t)((finite ? m : 0.0f) + threshold[2 * c + 1]);
+      int32_t bits, magnitude;
+      memcpy(&bits, size + c, 4);
+      magnitude = bits & 0x7fffffff;
+      bad |= magnitude > most;
+      magnitude = magnitude > most ? 0 : magnitude;
+      float m;
+      memcpy(&m, &magnitude, 4);
+      int32_t v = (int32_t)(m + extra[c]);
       v = v < 1 ? 1 : v;
-      v = m >= threshold[2 * c] ? v : 0;
-      bad |= !finite;
+      v = magnitude >= first[c] ? v : 0;
       wide |= v > reach[c];
-      value[c] = size[c] < 0 ? -v : v;
+      value[c] = bits < 0 ? -v : v;
     }
     for (int64_t c = 0; c < columns; c++) out[c] = (int8_t)value[c];
     if (bad) escapes = CG_CORRUPT;
@@ -295,8 +313,10 @@ API int64_t cg_quantize(const float *components, int64_t rows, int64_t width, co
         }
       }
   }
-  free(size);
   free(value);
+  free(first);
+  free(size);
+  free(extra);
   return escapes;
 }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -111,14 +114,20 @@ class Codec:
             return sections + self._encode_on(device, kv, level, exact)
         indices = importance.gain_indices(self.profile.importance, self.profile.blocks, kv)
         gains = importance.gains(indices)
-        for index, coder in enumerate(self.coders(level.index)):
+
+        def code(index: int, coder: BlockCoder) -> tuple[NDArray[np.int32], bytes]:
             components = coder.components(kv)
             components *= gains[index][:, None]
             components[exact] = 0
             symbols, escaped = self._quantized(kv, components, coder)
-            escapes.append(escaped.value)
-            if symbols.shape[1]:
-                data = encode_stream(symbols, coder.columns, self.models, slow=self._slow)
+            if not symbols.shape[1]:
+                return escaped.value, b""
+            return escaped.value, encode_stream(symbols, coder.columns, self.models, slow=self._slow)
+
+        coders = self.coders(level.index)
+        for index, (escaped, data) in enumerate(_encoders().map(code, range(len(coders)), coders)):
+            escapes.append(escaped)
+            if data:
                 streams.append(Section(SECTION_STREAM, data, index))
         escaped_values = np.concatenate(escapes)
         if len(escaped_values):
@@ -305,6 +314,12 @@ class Codec:
             turned = rotate(keys[layer], target.positions[tokens], target.rope)
             target.keys[layer][tokens] = from_interleaved(turned, target.rope)
             target.values[layer][tokens] = values[layer]
+
+
+@cache
+def _encoders() -> ThreadPoolExecutor:
+    """Threads that encode blocks side by side, shared by all codecs: the model waits while its KV is encoded."""
+    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="cachegen-encode")
 
 
 def _check_finite(kv: KV) -> None:
