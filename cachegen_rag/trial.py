@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.codec import Codec
+from cachegen_rag.correction import Correction, Fit
 from cachegen_rag.kv import KV, as_numpy
 from cachegen_rag.models.base import KVModel, KVTarget, Session
 from cachegen_rag.prompt import Prompt
 from cachegen_rag.recompute import Method, Scene, look, rewind
 from cachegen_rag.rope import from_interleaved, rotate
 from cachegen_rag.splice import Decode, Plan, between, execute, plan
+from cachegen_rag.warm import WarmContext
 
 Fill = Callable[[KVTarget], None]
 """Writes a document's KV into memory that the engine handed out: from a KV, or decoded from a bitstream."""
@@ -168,6 +171,26 @@ class Trial:
         target = session.stage(np.arange(start, stop, dtype=np.int32))
         fill(target)
         session.commit(target, self.prompt.token_ids[start:stop])
+
+
+def learn_correction(model: KVModel, warm: WarmContext, prompts: Sequence[Prompt], **options: Any) -> Correction:
+    """Learn a model's correction from prompts of related documents (see ``cachegen_rag.correction``).
+
+    A handful of prompts of six documents is enough. ``options`` are those of ``Fit.solve``. Every prompt is computed
+    in full and its documents in the warm context: minutes on a CPU.
+    """
+    fit = Fit(model.shape)
+    plain = replace(warm, correction=None)
+    for prompt in prompts:
+        documents = [i for i in prompt.documents if len(prompt.segments[i])]
+        with model.session() as session:
+            stored = list(plain.compute_many(session, [prompt.segments[i].token_ids for i in documents]))
+        with model.session() as session:
+            session.decode(prompt.token_ids)
+            full = session.export(0, session.length)
+        for index, kv in zip(documents, stored, strict=True):
+            fit.add(kv, full[prompt.offsets[index] : prompt.offsets[index + 1]])
+    return fit.solve(**options)
 
 
 def joined(prompt: Prompt, separator: int) -> Prompt:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from cachegen_rag.correction import SKIP, Correction, Fit, shipped_correction
 from cachegen_rag.errors import ConfigError, EncodeError, ProfileError
 from cachegen_rag.kv import KV, KVShape
+from cachegen_rag.prompt import Document, plain_prompt
+from cachegen_rag.trial import learn_correction
 from cachegen_rag.warm import WarmContext, context_ids
 
 SHAPE = KVShape(2, 2, 8, 8)
@@ -135,6 +137,26 @@ def test_documents_are_corrected_when_they_are_computed_and_stored_under_another
         b = corrected.compute(session, document)
     assert np.abs(a.keys - b.keys).max() < 2e-3
     assert (b.values - a.values).mean() > 0.1
+
+
+def test_learned_from_prompts_it_brings_documents_closer_to_what_they_are_there(tiny_model):
+    warm = WarmContext((context_ids(tiny_model, ["the river"]),), tiny_model.n_ctx)
+    texts = ["the king of the city on the river", "science and the name of the stone", "a question about the model"]
+
+    def prompt(*order: int):
+        parts = [part for n in order for part in ("\n\n", Document(texts[n] * 3))]
+        return plain_prompt(tiny_model, [*parts, "what is it?"])
+
+    correction = learn_correction(tiny_model, warm, [prompt(0, 1, 2), prompt(2, 0, 1)], ridge=0.1)
+    other = prompt(1, 2, 0)
+    with tiny_model.session() as session:
+        session.decode(other.token_ids)
+        wanted = session.export(0, session.length)
+    for index in other.documents[1:]:
+        rows = wanted[other.offsets[index] : other.offsets[index + 1]]
+        with tiny_model.session() as session:
+            stored = warm.compute(session, other.segments[index].token_ids)
+        assert error(correction.apply(stored), rows) < 0.9 * error(stored, rows)
 
 
 def test_a_model_of_another_family_gets_no_shipped_correction(tiny_model):
