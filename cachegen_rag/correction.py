@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cachegen_rag.codec.profile import family
 from cachegen_rag.errors import ConfigError, EncodeError, ProfileError
 from cachegen_rag.fingerprint import ModelFingerprint
-from cachegen_rag.kv import KV, KVShape
+from cachegen_rag.kv import KV, KVShape, as_numpy
 
 RIDGE = 1.0
 """Weight of the penalty, in units of the features' mean square. Strong: there are few documents to learn from."""
@@ -58,7 +58,7 @@ class Correction:
         """The corrected KV, float32. Raises EncodeError if it is of another shape."""
         if kv.shape != self.shape:
             raise EncodeError(f"this correction is for KV of {self.shape}, not of {kv.shape}")
-        keys, values = _numpy(kv.keys), _numpy(kv.values).copy()
+        keys, values = as_numpy(kv.keys).astype(np.float32), as_numpy(kv.values).astype(np.float32)
         for layer in range(len(keys)):
             features = _features(keys[layer], values[layer])
             change = features @ self.left[layer].astype(np.float32) @ self.right[layer].astype(np.float32)
@@ -106,8 +106,9 @@ class Fit:
             raise EncodeError(f"{len(stored)} and {len(wanted)} tokens are not the same document")
         rows = slice(SKIP, None)
         for layer in range(self._shape.layers):
-            features = _features(_numpy(stored.keys[layer])[rows], _numpy(stored.values[layer])[rows])
-            target = (_numpy(wanted.values[layer]) - _numpy(stored.values[layer]))[rows].reshape(len(features), -1)
+            keys, values, there = (as_numpy(a[layer])[rows] for a in (stored.keys, stored.values, wanted.values))
+            features = _features(keys, values)
+            target = (there.astype(np.float32) - values).reshape(len(features), -1)
             error = np.square(target).sum(axis=1)
             weight = 1.0 / (error / max(float(np.median(error)), 1e-9) + 1.0)  # outliers count less
             weighted = features * weight[:, None].astype(np.float32)
@@ -149,11 +150,7 @@ def shipped_correction(fingerprint: ModelFingerprint) -> Correction | None:
     return Correction.from_bytes(path.read_bytes()) if path.is_file() else None
 
 
-def _numpy(array: Any) -> NDArray[np.float32]:
-    return np.asarray(array if isinstance(array, np.ndarray) else array.float().cpu().numpy(), dtype=np.float32)
-
-
-def _features(keys: NDArray[np.float32], values: NDArray[np.float32]) -> NDArray[np.float32]:
+def _features(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.float32]:
     tokens = len(keys)
     ones = np.ones((tokens, 1), np.float32)
-    return np.concatenate([keys.reshape(tokens, -1), values.reshape(tokens, -1), ones], axis=1)
+    return np.concatenate([keys.reshape(tokens, -1), values.reshape(tokens, -1), ones], axis=1, dtype=np.float32)
