@@ -32,13 +32,13 @@ from cachegen_rag.rope import RopeSpec, from_interleaved, rotate
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, steps done and steps in all."""
 
-TARGET_KL = (0.0015, 0.004, 0.01, 0.025, 0.06, 0.12)
+TARGET_KL = (0.001, 0.004, 0.01, 0.02, 0.05, 0.1)
 DEFAULT_LEVEL = 4
 SINKS = 4
 PREFIX, DOCUMENT, CONTINUATION = 32, 768, 128
 """Tokens of a window: a prefix whose KV is not used, the document, and the text that is predicted from it."""
 SAMPLE_TOKENS = 12_000
-PROBES = 2
+PROBES = 4
 """Windows kept aside to measure KL on."""
 FISHER_SHARE, FISHER_DRAWS = 0.6, 6
 """How much of the metric is the measured one, the rest the one derived from queries; and gradients a window."""
