@@ -239,21 +239,25 @@ def attention(
     """
     layers, count, heads, dim = queries.shape
     kv_heads = keys.shape[2]
+    group = heads // kv_heads
     first, last = int(layers * band[0]), max(int(layers * band[0]) + 1, int(np.ceil(layers * band[1])))
-    visible = key_positions[None, :] <= query_positions[:, None]
+    hidden = np.where(key_positions[None, :] <= query_positions[:, None], 0.0, -np.inf).astype(np.float32)
+    some = int(np.argmax(hidden.min(axis=0) < 0)) if hidden.min() < 0 else len(key_positions)  # none is hidden before
     spread = RopeSpec(rope.inv_freq, "interleaved")
+    band_queries = rotate(queries[first:last], query_positions, spread) * np.float32(dim**-0.5)
+    band_keys = rotate(keys[first:last], key_positions, spread)
     out = np.zeros(keys.shape[1], dtype=np.float32)
-    for layer in range(first, min(last, layers)):
-        q = rotate(queries[layer], query_positions, spread).reshape(count, kv_heads, heads // kv_heads, dim)
-        k = rotate(keys[layer], key_positions, spread)
+    for q, k in zip(band_queries, band_keys, strict=True):
         for head in range(kv_heads):
-            logits = q[:, head].reshape(-1, dim) @ k[:, head].T * np.float32(dim**-0.5)
-            logits = logits.reshape(count, heads // kv_heads, -1)
-            logits[~np.broadcast_to(visible[:, None, :], logits.shape)] = -np.inf
-            logits -= logits.max(axis=-1, keepdims=True)
-            np.exp(logits, out=logits)
-            logits /= logits.sum(axis=-1, keepdims=True)
-            out += np.square(logits).sum(axis=(0, 1))
+            rows = q[:, head * group : (head + 1) * group].reshape(count * group, dim)
+            weights = rows @ np.ascontiguousarray(k[:, head]).T
+            weights.reshape(count, group, -1)[:, :, some:] += hidden[:, None, some:]
+            weights -= weights.max(axis=1, keepdims=True)
+            np.maximum(weights, -40.0, out=weights)  # smaller ones become denormal numbers, which are slow
+            np.exp(weights, out=weights)
+            share = 1.0 / weights.sum(axis=1)
+            np.square(weights, out=weights)
+            out += np.square(share) @ weights
     return out
 
 
