@@ -281,9 +281,9 @@ def look(session: Session, prompt: Prompt, rope: RopeSpec, band: tuple[float, fl
 class Recompute:
     """What is recomputed in a request: a method, and a budget.
 
-    budget : a fraction of the spliced documents' tokens, or ``"auto"``: what the time to the first token leaves. For a
-        method that looks at the question only documents behind another one count: what splicing loses is what
-        documents say to each other, and looking for it costs time that a single document's prompt need not spend.
+    budget : a fraction of the spliced documents' tokens, or ``"auto"``: what the time to the first token leaves. A
+        method that looks at the question recomputes nothing in a prompt with a single document: what splicing loses
+        is what documents say to each other, and looking for it costs time.
     """
 
     method: Method = field(default_factory=Nothing)
@@ -302,8 +302,9 @@ class Recompute:
         ``auto`` spends what is left of ``target_s`` at ``tokens_per_s`` after everything else is decoded (twice the
         question for a method that looks at it), and ``max_fraction`` at most; without both numbers, 15 %.
         """
-        first = min(prompt.documents, default=0) if self.method.looks else -1
-        spliced = sum(len(prompt.segments[i]) for i in steps.spliced if i > first)
+        if self.method.looks and len(prompt.documents) < 2:
+            return 0
+        spliced = sum(len(prompt.segments[i]) for i in steps.spliced)
         if self.budget != "auto":
             return int(self.budget * spliced)
         if target_s is None or not tokens_per_s:

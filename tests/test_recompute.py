@@ -121,7 +121,7 @@ def test_budgets():
     prompt = prompt_of(10, 100, 2, 200, 20)
     steps = plan(prompt, prompt.documents)
     assert Recompute(Heads(), 0.15).tokens(prompt, steps) == 45
-    assert Recompute(QueryAware(), 0.15).tokens(prompt, steps) == 30  # of the document behind the first
+    assert Recompute(QueryAware(), 1.0).tokens(prompt, steps) == 300
     auto = Recompute(Heads(), "auto")
     assert auto.tokens(prompt, steps) == 45
     # 32 tokens are decoded anyway; 1 s at 70 tokens a second leaves 38
