@@ -30,7 +30,7 @@ from cachegen_rag.splice import Plan, Range
 BAND = (0.45, 0.87)
 """The layers whose attention counts, as fractions of the depth: spliced KV hurts there (measured layer by layer)."""
 
-CALL_COST = 3.0
+CALL_COST = 6.0
 """What one more decode call costs, in tokens: the engine reads all weights for it."""
 
 
