@@ -407,8 +407,7 @@ class KVCache:
         if library is None or self._loader is None:
             return None, "no codec profile for this model yet: prefill documents or calibrate"
         level, rope = self.level(library.codec), self.model.rope
-        measured = self.gate.gate
-        closed = None if measured is None else measured.refusal
+        closed = self.gate.refusal()
         return Source(library, self._loader, level, self.recompute, rope, self._exact, self._slo, closed), None
 
     def _count(self, record: RequestRecord) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
@@ -20,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from cachegen_rag.errors import (
-    BitstreamError,
-    CodecError,
+    CacheGenError,
     ConfigError,
     ContextOverflowError,
+    CorruptBitstreamError,
+    DeadlineExceededError,
+    FingerprintMismatchError,
     ProfileError,
-    StoreError,
 )
 from cachegen_rag.fingerprint import ModelFingerprint, document_key
 from cachegen_rag.kv import KV
@@ -47,6 +49,9 @@ BUDGETS = (0.0, 0.05, 0.10, 0.15, 0.30)
 
 QUESTIONS = 4
 MAX_GATE_BYTES = 1 << 16
+
+RETRY_SECONDS = 30.0
+"""How long a gate that could not be read counts as unreadable before the store is asked again."""
 
 SYSTEM = "You answer questions from the documents that you are given, as briefly as you can."
 
@@ -94,15 +99,23 @@ class Gate:
         try:
             fields = json.loads(data)
             budget = fields["budget"]
-            return Gate(
+            gate = Gate(
                 str(fields["fingerprint"]),
                 float(fields["threshold"]),
                 None if budget is None else float(budget),
                 {str(k): float(v) for k, v in fields["kl"].items()},
                 int(fields["questions"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ProfileError(f"not a gate: {error}") from error
+        for name, right, accepted in (  # written so that NaN is in no range
+            ("threshold", gate.threshold >= 0, "0 or more"),
+            ("budget", gate.budget is None or 0 <= gate.budget <= 1, "between 0 and 1, or null"),
+            ("questions", 0 <= gate.questions < 1 << 31, "0 or more"),
+        ):
+            if not right:
+                raise ProfileError(f"not a gate: {name} = {getattr(gate, name)!r:.40} must be {accepted}")
+        return gate
 
 
 def measure(
@@ -198,49 +211,81 @@ def save(store: Store, fingerprint: ModelFingerprint, gate: Gate, salt: str = ""
     store.put("ac", name, Manifest(name, fingerprint.digest(), segment.sha256, 1, (chunk,)).to_bytes())
 
 
-def load(store: Store, fingerprint: ModelFingerprint, salt: str = "") -> Gate | None:
-    """The gate that the store keeps for this model; None if there is none or it cannot be trusted."""
+def load(store: Store, fingerprint: ModelFingerprint, salt: str = "", *, deadline: float | None = None) -> Gate | None:
+    """The gate that the store keeps for this model; None only if the store says that it has none.
+
+    ``deadline`` is a ``time.monotonic()`` value. Raises StoreError if the store cannot be read, BitstreamError or
+    ProfileError if what it holds is damaged or another model's: a gate was measured then, and is not known.
+    """
     name = key(fingerprint, salt)
-    try:
-        pointer = store.get("ac", name, max_bytes=MAX_MANIFEST_BYTES)
-        if pointer is None:
-            return None
-        (segment,) = Manifest.from_bytes(pointer).expect(key=name, fingerprint=fingerprint.digest()).segments()
-        data = store.get("cas", segment.sha256, max_bytes=MAX_GATE_BYTES)
-        if data is None:
-            return None
-        segment.verify(data)
-        gate = Gate.from_bytes(data)
-    except (BitstreamError, CodecError, StoreError, ValueError) as error:
-        log.warning("the store's gate for this model cannot be used: %s", error)
+    pointer = store.get("ac", name, max_bytes=MAX_MANIFEST_BYTES, deadline=deadline)
+    if pointer is None:
         return None
-    return gate if gate.fingerprint == fingerprint.digest().hex() else None
+    segments = list(Manifest.from_bytes(pointer).expect(key=name, fingerprint=fingerprint.digest()).segments())
+    if len(segments) != 1:
+        raise CorruptBitstreamError(f"the gate's manifest names {len(segments)} objects instead of one")
+    data = store.get("cas", segments[0].sha256, max_bytes=MAX_GATE_BYTES, deadline=deadline)
+    if data is None:
+        raise CorruptBitstreamError("the gate's manifest is in the store, the gate itself is not")
+    segments[0].verify(data)
+    gate = Gate.from_bytes(data)
+    if gate.fingerprint != fingerprint.digest().hex():
+        raise FingerprintMismatchError("the gate under this model's name was measured on another model")
+    return gate
 
 
 class Keeper:
-    """The gate of one model in one store: read on first use, measured on request."""
+    """The gate of one model in one store: read on first use, measured on request.
+
+    A gate that cannot be read is not an absent one: it may be closed. Until it can be read, no document is spliced.
+    """
 
     def __init__(self, model: KVModel, store: Store, warm: WarmContext, salt: str = "") -> None:
         self._model, self._store, self._warm, self._salt = model, store, warm, salt
         self._lock = threading.Lock()
         self._known = False
         self._gate: Gate | None = None
+        self._unreadable: str | None = None
+        self._retry_at = 0.0
 
     @property
     def gate(self) -> Gate | None:
         """What was measured for this model, or None. Never raises because of what the store holds."""
-        with self._lock:
-            if not self._known:
-                self._gate = load(self._store, fingerprint_of(self._model.fingerprint, self._warm), self._salt)
-                self._known = True
-            return self._gate
+        return self._read(None)[0]
+
+    def refusal(self, deadline: float | None = None) -> str | None:
+        """Why documents are not spliced: what was measured, or that it cannot be read; None if they may be.
+
+        ``deadline`` is a ``time.monotonic()`` value that bounds the reading. Never raises because of what the store
+        holds.
+        """
+        gate, unreadable = self._read(deadline)
+        return unreadable if gate is None else gate.refusal
+
+    def _read(self, deadline: float | None) -> tuple[Gate | None, str | None]:
+        """The gate, and why it cannot be read."""
+        if not self._lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+            return None, _unreadable(DeadlineExceededError("the deadline passed while another request reads it"))
+        try:
+            if not self._known and time.monotonic() >= self._retry_at:
+                fingerprint = fingerprint_of(self._model.fingerprint, self._warm)
+                try:
+                    self._gate = load(self._store, fingerprint, self._salt, deadline=deadline)
+                    self._known, self._unreadable = True, None
+                except (CacheGenError, ValueError) as error:
+                    self._unreadable = _unreadable(error)
+                    self._retry_at = time.monotonic() + RETRY_SECONDS
+                    log.warning("%s", self._unreadable)
+            return self._gate, self._unreadable
+        finally:
+            self._lock.release()
 
     def calibrate(self, **options: Any) -> Gate:
         """Measure (see :func:`measure` for the options) and keep the result in the store. Raises StoreError."""
         gate = measure(self._model, warm=self._warm, **options)
         save(self._store, fingerprint_of(self._model.fingerprint, self._warm), gate, self._salt)
         with self._lock:
-            self._gate, self._known = gate, True
+            self._gate, self._known, self._unreadable = gate, True, None
         return gate
 
     @property
@@ -248,6 +293,10 @@ class Keeper:
         """What the model needs to have recomputed; nothing while it was not measured."""
         gate = self.gate
         return Recompute(QueryAware(), gate.budget) if gate is not None and gate.budget else Recompute()
+
+
+def _unreadable(error: Exception) -> str:
+    return f"whether this model may be spliced is in the store and cannot be read: {error}"
 
 
 class Shadow:

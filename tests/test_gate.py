@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+import time
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from cachegen_rag import gate
-from cachegen_rag.errors import ConfigError, ProfileError
+from cachegen_rag.errors import (
+    ConfigError,
+    CorruptBitstreamError,
+    DeadlineExceededError,
+    FingerprintMismatchError,
+    ProfileError,
+    StoreUnavailableError,
+)
 from cachegen_rag.gate import Gate, Shadow
 from cachegen_rag.kv import KV
 from cachegen_rag.recompute import Heads
 from cachegen_rag.stores.base import open_store
+from cachegen_rag.stores.memory import MemoryStore
 from cachegen_rag.trial import place
 from cachegen_rag.warm import WarmContext, context_ids
 
@@ -81,7 +91,12 @@ def test_a_gate_survives_its_bytes():
     "data",
     [b"", b"{}", b"[]", b"null", b"\xff", EXAMPLE.to_bytes()[:-1], b"[" * 100_000,
      json.dumps({"fingerprint": "a", "threshold": "x", "budget": None, "kl": {}, "questions": 1}).encode(),
-     json.dumps({"fingerprint": "a", "threshold": 1, "budget": None, "kl": [], "questions": 1}).encode()],
+     json.dumps({"fingerprint": "a", "threshold": 1, "budget": None, "kl": [], "questions": 1}).encode(),
+     *(json.dumps({**asdict(EXAMPLE), name: value}).encode()
+       for name, values in {"budget": [math.nan, math.inf, -1, -0.01, 1.01, 5, 10**400],
+                            "threshold": [math.nan, -math.inf, -1, 10**400],
+                            "kl": [{"0": 10**400}], "questions": [math.inf, math.nan, -1, 1e300]}.items()
+       for value in values)],
 )  # fmt: skip
 def test_bytes_that_are_no_gate_are_refused(data):
     with pytest.raises(ProfileError):
@@ -98,10 +113,89 @@ def test_a_store_keeps_the_gate_of_each_model(tiny_model):
     assert gate.load(store, fingerprint) == kept
     assert gate.load(store, other) is None
     assert gate.load(store, fingerprint, salt="tenant") is None
-    gate.save(store, other, kept)  # a gate under the name of another model is not believed
-    assert gate.load(store, other) is None
+    gate.save(store, other, kept)
+    with pytest.raises(FingerprintMismatchError):  # a gate under the name of another model is not believed
+        gate.load(store, other)
     store.delete("cas", next(iter(_objects(store, fingerprint))))
-    assert gate.load(store, fingerprint) is None
+    with pytest.raises(CorruptBitstreamError, match="itself is not"):  # nor is half a gate none at all
+        gate.load(store, fingerprint)
+
+
+class Unsteady(MemoryStore):
+    """Fails to read while ``broken`` says with what; counts the attempts and keeps their deadlines."""
+
+    def __init__(self):
+        super().__init__()
+        self.broken, self.deadlines = None, []
+
+    def get(self, namespace, key, **options):
+        self.deadlines.append(options.get("deadline"))
+        if self.broken is not None:
+            raise self.broken
+        return super().get(namespace, key, **options)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only when told to."""
+    now = [1000.0]
+    monkeypatch.setattr(gate.time, "monotonic", lambda: now[0])
+    return now
+
+
+def closed_gate(model):
+    """A store with a closed gate, and a new keeper of it."""
+    store, warm = Unsteady(), WarmContext((context_ids(model, ["the river"]),), model.n_ctx)
+    fingerprint = gate.fingerprint_of(model.fingerprint, warm)
+    gate.save(store, fingerprint, Gate(fingerprint.digest().hex(), 0.1, None, {"0": 9.0}, 4))
+    return store, fingerprint, gate.Keeper(model, store, warm)
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError("away"), DeadlineExceededError("late")], ids=repr)
+def test_a_gate_that_cannot_be_read_stays_shut_until_it_can(tiny_model, clock, error):
+    store, _, keeper = closed_gate(tiny_model)
+    store.broken = error
+    for _ in range(3):  # asked once only
+        assert "cannot be read" in keeper.refusal(clock[0] + 1) and str(error) in keeper.refusal()
+        assert keeper.gate is None
+    assert store.deadlines == [1001.0]
+    store.broken = None
+    assert "cannot be read" in keeper.refusal()
+    clock[0] += gate.RETRY_SECONDS
+    assert "KL 9.00" in keeper.refusal() and not keeper.gate.open
+    reads = len(store.deadlines)
+    clock[0] += 10 * gate.RETRY_SECONDS
+    assert "KL 9.00" in keeper.refusal() and len(store.deadlines) == reads
+
+
+def test_every_damage_to_a_closed_gate_keeps_it_shut(tiny_model):
+    store, _, _ = closed_gate(tiny_model)
+    warm = WarmContext((context_ids(tiny_model, ["the river"]),), tiny_model.n_ctx)
+    for name in list(store._objects):
+        whole = store._objects[name]
+        for damaged in (None, b"", whole[:-1], *(whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in
+                                                 range(0, len(whole), 7))):  # fmt: skip
+            if damaged is None and name.startswith("ac/"):
+                continue  # that is an absent one
+            store._objects.pop(name)
+            if damaged is not None:
+                store._objects[name] = damaged
+            keeper = gate.Keeper(tiny_model, store, warm)
+            assert keeper.refusal() is not None, (name, damaged)
+            store._objects[name] = whole
+
+
+def test_an_absent_gate_refuses_nothing(tiny_model):
+    warm = WarmContext((context_ids(tiny_model, ["the river"]),), tiny_model.n_ctx)
+    keeper = gate.Keeper(tiny_model, MemoryStore(), warm)
+    assert keeper.refusal() is None and keeper.gate is None
+
+
+def test_a_request_does_not_wait_beyond_its_deadline_for_anothers_reading(tiny_model):
+    _, _, keeper = closed_gate(tiny_model)
+    with keeper._lock:
+        assert "cannot be read" in keeper.refusal(time.monotonic() + 0.01)
+    assert "KL 9.00" in keeper.refusal()
 
 
 def _objects(store, fingerprint):
