@@ -20,7 +20,7 @@ from cachegen_rag import upkeep
 from cachegen_rag.assembly import Assembler, Source
 from cachegen_rag.codec import Codec
 from cachegen_rag.codec.profile import Profile
-from cachegen_rag.errors import ConfigError, RequestCancelledError, StoreError
+from cachegen_rag.errors import ConfigError, RequestCancelledError, StoreError, UnknownLevelError
 from cachegen_rag.exact import ExactRuns, leading
 from cachegen_rag.gate import Gate, Keeper
 from cachegen_rag.library import CHUNK_TOKENS, Library
@@ -403,7 +403,10 @@ class KVCache:
         refusal = self.refusal if spliced else "spliced=False was asked for"
         if refusal is not None:
             return None, refusal
-        library = self.library()
+        try:
+            library = self.library()
+        except (StoreError, UnknownLevelError) as error:  # the store's profile: cannot be read, lacks the level
+            return None, f"no usable codec profile for this model: {error}"
         if library is None or self._loader is None:
             return None, "no codec profile for this model yet: prefill documents or calibrate"
         level, rope = self.level(library.codec), self.model.rope
