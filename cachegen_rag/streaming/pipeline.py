@@ -53,6 +53,7 @@ class Loader:
         self.remote = store.remote and isinstance(store, FetchStore)
         self.fill = fill and self.remote
         self.lock = threading.RLock()
+        self.stopped = False  # no decode is begun any more
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="cachegen-load")
         rate, round_trip = self.costs.link(store.url)
         self.meter = Meter(Experts(rate))
@@ -126,7 +127,9 @@ class Loader:
             self.costs.save()
 
     def close(self) -> None:
-        """Stop the threads and write the costs down."""
+        """Stop the threads and write the costs down. What requests have not decoded yet, they compute."""
+        with self.lock:  # nobody who holds it asks the pool for anything from here on, so the pool may call us back
+            self.stopped = True
         self.pool.shutdown(cancel_futures=True)
         self.costs.save()
 

@@ -40,6 +40,7 @@ PIECE = 4096
 NOTICEABLE = 0.025
 """Seconds by which the store must be slower than computing before it is not asked."""
 SLICE_SECONDS = 0.1
+CLOSED = "the cache was closed"
 SLOW_MODEL = 1000.0
 """Tokens a second below which slices may be 32 tokens; faster engines want at least 64 to be efficient."""
 
@@ -85,7 +86,8 @@ class Transfer:
         with self._lock:
             if self._loader.remote:
                 for i in self._waiting():
-                    if self._loader.has_local(self._segments(i, self.parts[i].level)):
+                    level = levels_of(self.parts[i], choose=False)  # none: only other levels than its own are stored
+                    if level and self._loader.has_local(self._segments(i, level[0])):
                         self._at_hand(i)
                 self._schedule()
             elif reason := self._slower_than_computing():
@@ -278,8 +280,19 @@ class Transfer:
     # ---- decoding ----
 
     def _decode_soon(self, i: int) -> None:
+        if self._loader.stopped:
+            self._fail(i, CLOSED)
+            return
         self._status[i] = "decoding"
-        self._jobs.append(self._loader.pool.submit(self._decode, i))
+        job = self._loader.pool.submit(self._decode, i)
+        self._jobs.append(job)
+        job.add_done_callback(lambda f: self._never_began(i) if f.cancelled() else None)
+
+    def _never_began(self, i: int) -> None:
+        """Decoding part ``i`` was cancelled: by the loader's end, or by this transfer's, which has its own reason."""
+        with self._lock:
+            if not self._closed:
+                self._fail(i, CLOSED)
 
     def _decode(self, i: int) -> None:
         part, outcome, target = self.parts[i], self.outcomes[i], self._targets[i]

@@ -12,6 +12,7 @@ from cachegen_rag.errors import StoreUnavailableError
 from cachegen_rag.manifest import Segment
 from cachegen_rag.stores import open_store
 from cachegen_rag.streaming.costs import Costs
+from cachegen_rag.streaming.parts import Ready
 from cachegen_rag.streaming.pipeline import Loader
 from cachegen_rag.streaming.policy import FixedLevel
 
@@ -106,6 +107,27 @@ class TestLocal:
         assert library.codec.running == 0
         loader.close()
 
+    @pytest.mark.parametrize("when", ["before opening", "before attaching", "while decoding"])
+    def test_a_closed_loader_is_a_reason_and_nobody_waits(self, store, when):
+        library = Library(store, FakeCodec(0.05), count=12)
+        loader = make_loader(store)
+        if when == "before opening":
+            loader.close()
+        transfer = loader.open(library.parts())
+        if when == "before attaching":
+            loader.close()
+        for i in range(12):
+            transfer.attach(i, target())
+        if when == "while decoding":
+            loader.close()
+        with ThreadPoolExecutor(1) as pool:
+            advice = [pool.submit(transfer.next, i, 0).result(10) for i in range(12)]
+        ready = [isinstance(one, Ready) for one in advice]
+        assert sum(ready) < 12 and (when == "while decoding" or not any(ready))
+        assert all(done or one.reason == "the cache was closed" for done, one in zip(ready, advice, strict=True))
+        transfer.close()
+        loader.close()
+
 
 class TestRemote:
     def test_a_fast_link(self, server, remote):
@@ -198,6 +220,17 @@ class TestRemote:
             assert run.seconds < due * 1.5 or due < 0.5
             loader.close()
         assert read[0.45] > read[0.8] > read[3.0]
+
+    @pytest.mark.parametrize("tiered", [False, True])
+    @pytest.mark.parametrize("due", [None, 0.2])
+    def test_a_level_that_is_not_stored_is_never_asked_for(self, server, tmp_path, due, tiered):
+        store = open_store(server.url, timeout=0.5, **({"tier": tmp_path} if tiered else {}))
+        library, loader = Library(server, FakeCodec()), make_loader(store, 1e8)
+        run = drive(loader, library, speed=SPEED, level=3, due=due)  # with a target another level is read
+        assert all(taken or reason for taken, reason in zip(run.taken, run.reasons, strict=True))
+        assert (sum(run.taken) > 0) == (due is not None)
+        loader.close()
+        store.close()
 
     def test_the_earlier_deadline_is_served_first(self, server):
         store = open_store(server.url, connections=1)
