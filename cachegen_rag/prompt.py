@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -209,28 +210,35 @@ def with_documents(
 
 
 class KnownTexts:
-    """Texts of known documents, found again inside plain text: exact matches, the longest first, left to right."""
+    """Texts of known documents, found again inside plain text: exact matches, the longest first, left to right.
+
+    Thread-safe.
+    """
 
     def __init__(self, documents: Iterable[Document] = (), min_chars: int = MIN_MATCH_CHARS) -> None:
         self._anchor = max(1, min_chars)
         self._by_anchor: dict[str, dict[str, Document]] = {}
+        self._lock = threading.Lock()
         for document in documents:
             self.add(document)
 
     def __len__(self) -> int:
-        return sum(len(texts) for texts in self._by_anchor.values())
+        with self._lock:
+            return sum(len(texts) for texts in self._by_anchor.values())
 
     def add(self, document: Document) -> None:
         """Know this document; one shorter than ``min_chars`` is never matched and is ignored."""
         if len(document.text) >= self._anchor:
-            self._by_anchor.setdefault(document.text[: self._anchor], {})[document.text] = document
+            with self._lock:
+                self._by_anchor.setdefault(document.text[: self._anchor], {})[document.text] = document
 
     def discard(self, text: str) -> None:
         """Forget this text."""
-        texts = self._by_anchor.get(text[: self._anchor], {})
-        texts.pop(text, None)
-        if not texts:
-            self._by_anchor.pop(text[: self._anchor], None)
+        with self._lock:
+            texts = self._by_anchor.get(text[: self._anchor], {})
+            texts.pop(text, None)
+            if not texts:
+                self._by_anchor.pop(text[: self._anchor], None)
 
     def split(self, text: str) -> list[str | Document]:
         """``text`` as texts and documents in order; joined again they are ``text`` to the character."""
@@ -239,8 +247,7 @@ class KnownTexts:
             return [text] if text else []
         start = at = 0
         while at + self._anchor <= len(text):
-            texts = self._by_anchor.get(text[at : at + self._anchor])
-            found = max((d for t, d in (texts or {}).items() if text.startswith(t, at)), key=_length, default=None)
+            found = self._longest(text, at)
             if found is None:
                 at += 1
                 continue
@@ -252,6 +259,14 @@ class KnownTexts:
         if start < len(text):
             out.append(text[start:])
         return out
+
+    def _longest(self, text: str, at: int) -> Document | None:
+        """The longest known text that ``text`` has at ``at``."""
+        texts = self._by_anchor.get(text[at : at + self._anchor])
+        if not texts:
+            return None
+        with self._lock:
+            return max((d for t, d in texts.items() if text.startswith(t, at)), key=_length, default=None)
 
     def match(self, messages: Sequence[Message]) -> list[Message]:
         """``messages`` with every known text in their plain parts turned into a document."""

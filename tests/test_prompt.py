@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
 
 import pytest
 from hypothesis import given
@@ -243,3 +245,36 @@ def test_split_loses_no_character(texts, text):
 def test_empty_prompt():
     assert len(Prompt(())) == 0
     assert plain_prompt(Words(bos_id=None), []).token_ids == []
+
+
+def test_known_texts_change_while_others_look_for_them():
+    known, head, stop, failed = KnownTexts(min_chars=8), "x" * 8, threading.Event(), []
+    known.add(Document(head + "stays"))
+    for i in range(300):
+        known.add(Document(f"{head}{i}"))
+
+    def change(letter: str) -> None:
+        try:
+            i = 0
+            while not stop.is_set():
+                i += 1
+                known.add(Document(f"{head}{letter}{i % 500}"))
+                known.discard(f"{head}{letter}{i * 7 % 500}")
+        except RuntimeError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=change, args=(letter,)) for letter in "ab"]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(300):
+            assert known.split(f"{head}stays and more") == [Document(head + "stays"), " and more"]
+            assert len(known) >= 301
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(10)
+        sys.setswitchinterval(interval)
+    assert not failed
