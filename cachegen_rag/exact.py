@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 MAX_PENDING = 64
 """Runs that wait to be computed; the oldest are forgotten first."""
 
+MAX_SEEN = 1024
+"""Requests that wait to be counted while the lock is held; the oldest are forgotten first."""
+
 
 class ExactRuns:
     """Leading runs in a store, and which of them are worth their bytes.
@@ -41,6 +44,7 @@ class ExactRuns:
         self._learner = PrefixLearner(budget, bytes_per_token)
         self._stored: dict[str, str] = {}  # run key: store key
         self._pending: OrderedDict[str, Prompt] = OrderedDict()
+        self._seen: deque[Prompt] = deque(maxlen=MAX_SEEN)
         self._lock = threading.Lock()
 
     @property
@@ -68,8 +72,22 @@ class ExactRuns:
         return None
 
     def observe(self, prompt: Prompt) -> None:
-        """Count a request; a run that has become worth storing is computed by the next :meth:`compute_pending`."""
-        with self._lock:
+        """Count a request; a run that has become worth storing is computed by the next :meth:`compute_pending`.
+
+        Never waits: a stream's end may come while this very thread holds the lock, when the garbage collector finds
+        a stream that nobody reads any more. Whoever has the lock counts it then, or the next to come.
+        """
+        self._seen.append(prompt)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._count_seen()
+            finally:
+                self._lock.release()
+
+    def _count_seen(self) -> None:
+        """Learn from the requests that were seen. The lock is held."""
+        while self._seen:
+            prompt = self._seen.popleft()
             self._learner.observe(prompt)
             segments = self._learner.admit(prompt)
             if segments and any(i < segments for i in prompt.documents):
@@ -82,11 +100,14 @@ class ExactRuns:
     @property
     def pending(self) -> int:
         """Runs that wait to be computed."""
-        return len(self._pending)
+        with self._lock:
+            self._count_seen()
+            return len(self._pending)
 
     def compute_pending(self, session: Session) -> bool:
         """Compute and store the next waiting run; evict what is no longer worth its bytes. False: none waited."""
         with self._lock:
+            self._count_seen()
             if not self._pending:
                 return False
             _, run = self._pending.popitem(last=False)
