@@ -17,9 +17,11 @@ library of prompt positions, so what is taken may be chosen after it has been st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +32,16 @@ from cachegen_rag.fingerprint import ModelFingerprint
 from cachegen_rag.kv import KV, KVShape
 from cachegen_rag.rope import RopeSpec
 
+MIN_TEMPERATURE = 1e-6
+MAX_PENALTY = 1e6
+MAX_GRAMMAR_CHARS = 1 << 18
+MAX_GRAMMAR_DEPTH = 200
+"""Groups inside groups: llama.cpp's parser calls itself for each."""
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
+_GRAMMAR_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*', re.DOTALL)
+"""The parts of GBNF in which a parenthesis opens no group: literals, character classes, comments."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -39,7 +51,9 @@ class Sampling:
     ``seed=None`` draws a fresh one. ``grammar`` is GBNF text. ``logprobs`` asks for that many alternatives a token.
     Penalties look back over ``repeat_last_n`` tokens of the whole prompt (-1: all), spliced tokens included.
 
-    Raises ConfigError when a number is out of range.
+    A temperature below ``MIN_TEMPERATURE`` is greedy: dividing float32 logits by it would overflow.
+
+    Raises ConfigError when a value has the wrong type or is out of range, or a grammar is too long or nested too deep.
     """
 
     max_tokens: int | None = None
@@ -57,21 +71,52 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        infinity = float("inf")
+        given: Any = self.stop or ()
+        if not isinstance(given, (str, list, tuple)):
+            raise ConfigError(f"stop={given!r:.80} must be non-empty strings")
+        stop = (given,) if isinstance(given, str) else tuple(given)
+        object.__setattr__(self, "stop", stop)
+        for names, kind, wanted in (
+            (("max_tokens", "seed", "logprobs"), (Integral, type(None)), "a whole number or None"),
+            (("top_k", "repeat_last_n"), Integral, "a whole number"),
+            (_NUMBERS, Real, "a number"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if isinstance(value, bool) or not isinstance(value, kind):
+                    raise ConfigError(f"{name}={value!r:.80} must be {wanted}")
         for name, right, accepted in (
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "0 or more, or None"),
-            ("temperature", 0 <= self.temperature < infinity, "0 or more"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
+            ("top_k", abs(self.top_k) < 1 << 31, "below 2**31"),
             ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repeat_penalty", 0 < self.repeat_penalty < infinity, "above 0"),
-            ("frequency_penalty", abs(self.frequency_penalty) < infinity, "a finite number"),
-            ("presence_penalty", abs(self.presence_penalty) < infinity, "a finite number"),
+            ("repeat_penalty", 1 / MAX_PENALTY <= self.repeat_penalty <= MAX_PENALTY, "above 0, up to 1e6"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= MAX_PENALTY, "between -1e6 and 1e6"),
+            ("presence_penalty", abs(self.presence_penalty) <= MAX_PENALTY, "between -1e6 and 1e6"),
             ("repeat_last_n", self.repeat_last_n >= -1, "0 or more, or -1 for the whole prompt"),
-            ("stop", "" not in self.stop, "non-empty strings"),
+            ("stop", all(isinstance(text, str) and text for text in stop), "non-empty strings"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None"),
         ):
             if not right:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {accepted}")
+                raise ConfigError(f"{name}={getattr(self, name)!r:.80} must be {accepted}")
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.grammar is not None:
+            _check_grammar(self.grammar)
+
+
+def _check_grammar(grammar: object) -> None:
+    """Refuse what would overflow the C stack of a recursive parser, or not reach it whole."""
+    if not isinstance(grammar, str) or "\0" in grammar or any("\ud800" <= c <= "\udfff" for c in grammar):
+        raise ConfigError("grammar must be GBNF text without NUL characters and lone surrogates")
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise ConfigError(f"grammar has {len(grammar):,} characters; it may have {MAX_GRAMMAR_CHARS:,}")
+    depth = 0
+    for bracket in re.findall(r"[()]", _GRAMMAR_TEXT.sub("", grammar)):
+        depth += 1 if bracket == "(" else -1
+        if depth > MAX_GRAMMAR_DEPTH:
+            raise ConfigError(f"grammar nests groups deeper than {MAX_GRAMMAR_DEPTH}")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ _LAST_SEED = 0xFFFFFFFE  # 0xFFFFFFFF asks llama.cpp for a random one
 class Sampler:
     """llama.cpp's sampler chain for one generation: penalties, grammar, then greedy or top-k, top-p, min-p, dist.
 
-    ``prompt`` are the ids of the whole prompt, taken ones included: penalties look back over them.
+    ``prompt`` are the ids of the whole prompt, taken ones included: penalties look back over them,
+    at most ``n_ctx`` tokens.
 
     Raises
     ------
@@ -28,7 +29,7 @@ class Sampler:
         The grammar does not parse.
     """
 
-    def __init__(self, model: NativeModel, sampling: Sampling, prompt: Sequence[int]) -> None:
+    def __init__(self, model: NativeModel, sampling: Sampling, prompt: Sequence[int], n_ctx: int) -> None:
         lib = self._lib = model.lib
         self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         self._candidates = np.empty(model.n_vocab, _CANDIDATE)
@@ -38,6 +39,7 @@ class Sampler:
         self._plain = greedy and not penalized and sampling.grammar is None
         if penalized:
             last = sampling.repeat_last_n if sampling.repeat_last_n >= 0 else len(prompt)
+            last = min(last, n_ctx)  # llama.cpp allocates this many
             arguments = (last, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
             try:  # later versions take the vocabulary's size first
                 penalties = lib.llama_sampler_init_penalties(model.n_vocab, *arguments)
@@ -51,7 +53,7 @@ class Sampler:
         if greedy:
             lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_greedy())
         else:
-            seed = secrets.randbelow(_LAST_SEED) if sampling.seed is None else sampling.seed % _LAST_SEED
+            seed = secrets.randbelow(_LAST_SEED) if sampling.seed is None else int(sampling.seed) % _LAST_SEED
             for sampler in (
                 lib.llama_sampler_init_top_k(sampling.top_k),
                 lib.llama_sampler_init_top_p(sampling.top_p, 1),

@@ -212,7 +212,7 @@ class LlamaSession:
         self._check_open()
         if not self._has_logits:
             raise ModelError("generate follows a decode: decode at least one token after taking or dropping rows")
-        return self._generate(sampling, Sampler(self._model.native, sampling, self._ids))
+        return self._generate(sampling, Sampler(self._model.native, sampling, self._ids, self._model.n_ctx))
 
     def _generate(self, sampling: Sampling, sampler: Sampler) -> Iterator[Token]:
         model, stream = self._model, ByteStream(sampling.stop)
