@@ -279,6 +279,10 @@ class LlamaCppModel:
         finally:
             self._turns.release()
 
+    def read_on(self) -> None:
+        """The open session goes on in this thread; its answer may be read by changing threads."""
+        self._turns.here()
+
     def close(self) -> None:
         """Free the engine, after the session that is open. Idempotent."""
         if self._closed:
@@ -308,7 +312,7 @@ def _free_when_idle(turns: Turns, engine: list[NativeContext | NativeModel]) -> 
         if isinstance(part, NativeContext):
             part.abort()
     try:
-        idle = turns.acquire(EXIT_SECONDS)
+        idle = turns.acquire(EXIT_SECONDS, patience=0.0)
     except ModelError:  # this thread itself left a stream unfinished: nothing computes
         idle = True
     if idle:

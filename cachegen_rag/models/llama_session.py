@@ -238,6 +238,7 @@ class LlamaSession:
                     return
                 yield Token(token, text, logprob, top)
                 self._check_open()
+                model.read_on()
                 self._decode_batch([token], False)
         finally:
             sampler.free()

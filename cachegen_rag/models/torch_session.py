@@ -51,7 +51,15 @@ class Staged:
 class TransformersSession:
     """One prompt. Made by ``TransformersModel.session()``."""
 
-    def __init__(self, loaded: Loaded, cache: Any, library: Library, kept: KeptRuns) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        cache: Any,
+        library: Library,
+        kept: KeptRuns,
+        read_on: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._read_on = read_on  # called when an answer goes on, perhaps in another thread
         self.cancelled: Callable[[], bool] | None = None
         self._loaded, self._cache, self._library, self._kept = loaded, cache, library, kept
         self._ids: list[int] = []  # one a position
@@ -279,6 +287,7 @@ class TransformersSession:
                 yield Token(token.id, shown + text.finish(), token.logprob, token.top, "length")
                 return
             yield Token(token.id, shown, token.logprob, token.top)
+            self._read_on()
             self._append([token.id])
             self._flush()
 

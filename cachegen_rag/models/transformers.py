@@ -236,7 +236,7 @@ class TransformersModel:
                 library = Library(loaded.shape, loaded.n_ctx, loaded.dtype, loaded.device)
                 self._memory = (loaded.prompt_cache() if loaded.refusal is None else None, library)
             cache, library = self._memory
-            session = TransformersSession(loaded, cache or loaded.plain_cache(), library, self._kept)
+            session = TransformersSession(loaded, cache or loaded.plain_cache(), library, self._kept, self._turns.here)
             yield session
         finally:
             if session is not None:

@@ -7,43 +7,58 @@ from collections import deque
 
 from cachegen_rag.errors import ModelError
 
+PATIENCE = 2.0
+"""Seconds that a thread waits for a turn that it took itself, in case another thread reads the answer on."""
+
 
 class Turns:
-    """First come, first served. Unlike ``threading.Lock``, a busy thread cannot overtake the ones that wait."""
+    """First come, first served. Unlike ``threading.Lock``, a busy thread cannot overtake the ones that wait.
+
+    The guard is reentrant and held over no step between reading and changing that allocates: the garbage collector may
+    end a forgotten session, and so release its turn, at any allocation of this thread.
+    """
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._waiting: deque[threading.Event] = deque()
         self._owner: int | None = None
 
-    def acquire(self, timeout: float | None = None) -> bool:
+    def acquire(self, timeout: float | None = None, *, patience: float = PATIENCE) -> bool:
         """Wait for the turn, at most ``timeout`` seconds; whether it came.
 
-        Raises ModelError instead of waiting for ever when this thread itself has the turn (an unfinished stream).
+        Raises ModelError instead of waiting for ever when this thread itself has the turn (an unfinished stream) and
+        no other thread goes on with it (see :meth:`here`) within ``patience`` seconds.
         """
         me = threading.get_ident()
+        turn = threading.Event()
         with self._guard:
-            if self._owner == me:
-                raise ModelError(
-                    "this thread already has a session of this model open; "
-                    "finish or close it (or its answer stream) before the next one"
-                )
+            mine = self._owner == me
             if self._owner is None:
                 self._owner = me
                 return True
-            turn = threading.Event()
             self._waiting.append(turn)
         try:
-            turn.wait(timeout)
+            stuck = mine and not turn.wait(patience if timeout is None else min(patience, timeout))
+            stuck = stuck and self._owner == me
+            if not stuck:
+                turn.wait(timeout)
         except BaseException:  # KeyboardInterrupt while waiting
             if not self._leave(turn):
                 self.release()
             raise
         if not turn.is_set() and self._leave(turn):
+            if stuck:
+                raise ModelError(
+                    "this thread already has a session of this model open; "
+                    "finish or close it (or its answer stream) before the next one"
+                )
             return False
-        with self._guard:
-            self._owner = me
+        self.here()
         return True
+
+    def here(self) -> None:
+        """The turn is this thread's from now on: a stream may be read by changing threads. Whoever has it calls it."""
+        self._owner = threading.get_ident()
 
     def _leave(self, turn: threading.Event) -> bool:
         """Wait no longer; False if the turn has come meanwhile."""

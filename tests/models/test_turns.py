@@ -92,6 +92,67 @@ def test_twice_in_one_thread_is_an_error_not_a_deadlock() -> None:
     turns.release()
 
 
+def test_a_turn_that_goes_on_in_another_thread_is_waited_for() -> None:
+    """A stream that a pool's threads read by turns: the one that began it may get another request meanwhile."""
+    turns, stop = Turns(), threading.Event()
+    turns.acquire()
+
+    def read_on() -> None:
+        while not stop.wait(0.01):
+            turns.here()
+        turns.release()
+
+    reading = threading.Thread(target=read_on)
+    reading.start()
+    threading.Timer(0.3, stop.set).start()
+    assert turns.acquire(patience=0.1)
+    reading.join(10)
+    with pytest.raises(ModelError, match="already has a session"):  # and it is this thread's now
+        turns.acquire(patience=0.01)
+    assert not turns._waiting
+    turns.release()
+
+
+@pytest.mark.parametrize("at", ["Event", "append"])
+def test_a_session_that_is_collected_while_another_is_asked_for(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may end a forgotten stream at any allocation: its turn is passed on, nobody hangs."""
+    turns, came = Turns(), []
+    holding = threading.Thread(target=turns.acquire)
+    holding.start()
+    holding.join(10)
+
+    def collected() -> None:
+        monkeypatch.undo()
+        turns.release()
+
+    def ask() -> None:
+        came.append(turns.acquire(10))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    if at == "Event":
+        make = threading.Event
+
+        class Collecting(make):  # type: ignore[misc, valid-type]
+            def __init__(self) -> None:
+                super().__init__()
+                collected()
+
+        monkeypatch.setattr("cachegen_rag.models.turns.threading.Event", Collecting)
+    else:
+
+        class Queue(type(turns._waiting)):  # type: ignore[misc]
+            def append(self, turn: threading.Event) -> None:
+                super().append(turn)
+                if turns._owner:
+                    collected()
+
+        turns._waiting = Queue()
+    thread.start()
+    thread.join(5)
+    assert came == [True]
+    turns.release()
+
+
 @pytest.mark.parametrize("granted", [False, True])
 def test_interrupted_while_waiting(granted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while waiting, before or just after the turn came: nobody is left waiting for a turn that never ends."""
