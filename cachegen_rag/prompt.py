@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import secrets
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +26,11 @@ same everywhere, in the warm context too, is one the model has seen before and s
 MIN_MATCH_CHARS = 32
 """Shorter texts are not looked for inside a plain prompt: a false match costs more than a splice saves."""
 
-# Private-use characters: no template produces or strips them, and user text never meets them.
-_OPEN, _CLOSE = "\ue000", "\ue001"
-_PLACEHOLDER = re.compile(f"{_OPEN}(b|e|[0-9]+){_CLOSE}")
+# Private-use characters, which no template produces or strips, and a number that nobody outside this process knows:
+# what a caller hands to the template (roles are checked, template_args are not) cannot act as a placeholder.
+_OPEN, _CLOSE = f"\ue000{secrets.randbits(64)}.", "\ue001"
+_PLACEHOLDER = re.compile(re.escape(_OPEN) + "(b|e|[0-9]+)" + _CLOSE)
+_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _BOS, _EOS = f"{_OPEN}b{_CLOSE}", f"{_OPEN}e{_CLOSE}"
 
 
@@ -45,18 +48,38 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Document:
-    """A document inside a message. ``doc_id`` is the application's own name for it and plays no part in its key."""
+    """A document inside a message. ``doc_id`` is the application's own name for it and plays no part in its key.
+
+    Raises ConfigError if ``text`` is no string.
+    """
 
     text: str
     doc_id: str | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise ConfigError(f"a document's text must be a string, got {type(self.text).__name__}")
+
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message: a role and its content, texts and documents in order."""
+    """One chat message: a role and its content, texts and documents in order.
+
+    The role is the one thing of a message that passes through the chat template and is tokenized with control tokens.
+    So it is a plain word.
+
+    Raises ConfigError if the role is none, or a part is neither text nor document.
+    """
 
     role: str
     parts: tuple[str | Document, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.role, str) or not _ROLE.fullmatch(self.role):
+            raise ConfigError(f"a message's role must be 1 to 64 letters, digits, - or _, got {self.role!r:.100}")
+        for part in self.parts:
+            if not isinstance(part, (str, Document)):
+                raise ConfigError(f"a message's content must be texts and documents, got {type(part).__name__}")
 
     @staticmethod
     def of(role: str, *parts: str | Document) -> Message:
