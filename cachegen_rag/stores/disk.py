@@ -61,6 +61,7 @@ _SETTINGS: dict[str, Any] = {
     "eviction_policy": "none",  # ours is in _make_room: it evicts what is needed and no more
     "cull_limit": 0,
     "sqlite_synchronous": 2,
+    "sqlite_mmap_size": 0,  # a mapped file that somebody truncates kills the process; a read one gives an error
     "disk_min_file_size": INLINE_BYTES,
 }
 
@@ -156,7 +157,7 @@ class DiskStore:
 
     def size(self) -> int:
         with self._errors("measure the store"):
-            return int(self._open().reset("size"))
+            return self._total()
 
     def close(self) -> None:
         if self._cache is None:
@@ -200,16 +201,40 @@ class DiskStore:
             return False
 
     def _make_room(self, size: int) -> None:
+        """Evict what was used longest ago until ``size`` bytes fit. Raises StoreFullError if that cannot be reached."""
         self._flush_reads()
-        excess = int(self._open().reset("size")) + size - self.size_limit
+        excess = self._total() + size - self.size_limit
+        seen: list[tuple[Any, ...]] = []
         while excess > 0:
-            oldest = self._sql("SELECT key, size FROM Cache WHERE raw = 1 ORDER BY access_time LIMIT 16")
-            if not oldest:
-                return
-            for name, freed in oldest:
+            oldest = self._sql("SELECT rowid, key, raw, size FROM Cache ORDER BY access_time LIMIT 16")
+            if not oldest or oldest == seen:
+                raise StoreFullError(
+                    f"the index in {self.directory} counts {self._total():,} bytes and nothing is left to evict; "
+                    "delete the directory to begin anew"
+                )
+            seen = oldest
+            for row, name, raw, freed in oldest:
                 if excess > 0:
-                    self._open().delete(name)
-                    excess -= freed
+                    if raw != 1 or type(name) is not str or not self._open().delete(name):
+                        # a planted row: diskcache deletes none that has expired or whose key is of another kind
+                        planted = "(raw IS NOT 1 OR typeof(key) <> 'text' OR expire_time IS NOT NULL)"
+                        self._sql(f"DELETE FROM Cache WHERE rowid = ? AND {planted}", row)
+                    excess -= max(0, freed) if type(freed) is int else 0
+            if excess <= 0:  # what a row says that it frees is not believed
+                excess = self._total() + size - self.size_limit
+
+    def _total(self) -> int:
+        """The bytes of all objects, as the index counts them."""
+        try:
+            total = self._open().reset("size")
+        except ValueError:  # no such row, or no such number
+            total = None
+        if type(total) is not int or total < 0:
+            raise StoreUnavailableError(
+                f"the index in {self.directory} says {total!r:.40} where the size of the store belongs; "
+                "delete the directory to begin anew"
+            )
+        return total
 
     def _note_read(self, name: str) -> None:
         with self._lock:

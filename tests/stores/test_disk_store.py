@@ -191,6 +191,35 @@ class TestSizeLimit:
         assert store.contains("cas", key)
 
 
+MAKE_ROOM = """
+import hashlib, os, sqlite3, sys
+from cachegen_rag.errors import StoreError
+from cachegen_rag.stores import open_store
+columns = {"raw": 1, "expire_time": None, "size": 100, **eval(sys.argv[2])}
+store = open_store(sys.argv[1], size_limit=1 << 20)
+def put():
+    data = os.urandom(100_000)
+    store.put("cas", hashlib.sha256(data).hexdigest(), data)
+for _ in range(10):
+    put()
+blob = columns.pop("blob", False)
+connection = sqlite3.connect(os.path.join(sys.argv[1], "cache.db"))
+for i in range(40):
+    key = f"cas/{i:064x}"
+    connection.execute(
+        "INSERT INTO Cache(key, raw, expire_time, access_time, size, mode, value) VALUES (?, ?, ?, 0, ?, 1, x'00')",
+        (key.encode() if blob else key, *columns.values()),
+    )
+connection.commit()
+connection.close()
+try:
+    put()
+    print("stored")
+except StoreError as error:
+    print(type(error).__name__)
+"""
+
+
 class TestPlantedRows:
     """The index is a file that somebody may have changed: nothing in it may lead outside or be executed."""
 
@@ -278,6 +307,55 @@ class TestPlantedRows:
         store.delete("cas", name_of(self.data))
         assert (outside / path.name).read_bytes() == self.data
 
+    @pytest.mark.parametrize(
+        "columns",
+        [
+            {"expire_time": 1.0, "size": 0},
+            {"expire_time": 1.0, "size": 100_000},
+            {"raw": 0},
+            {"raw": None},
+            {"blob": True},
+            {"size": 0},
+            {"size": "abc"},
+            {"size": None},
+            {"size": -1},
+            {"size": -(10**12)},
+            {"size": 10**12},
+            {"size": 2**63 - 1},
+            {"size": 0.5},
+        ],
+        ids=repr,
+    )
+    def test_making_room_ends_whatever_the_rows_say(self, tmp_path, columns):
+        """In a process of its own: a loop without end would hold the index's lock against every time limit."""
+        done = subprocess.run(
+            [sys.executable, "-c", MAKE_ROOM, str(tmp_path / "full"), repr(columns)],
+            capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() in ("stored", "StoreFullError", "StoreUnavailableError")
+        if columns.get("expire_time") or "raw" in columns or columns == {"size": 0}:
+            assert done.stdout.strip() == "stored"
+
+    @pytest.mark.parametrize("value", ["abc", None, 1e300, float("inf"), 0.5, -1, b"", "missing row", "missing table"])
+    def test_a_damaged_count_of_bytes_is_a_store_error(self, store, value):
+        import sqlite3
+
+        connection = sqlite3.connect(Path(store.directory) / "cache.db")
+        if value == "missing table":
+            connection.execute("DROP TABLE Settings")
+        elif value == "missing row":
+            connection.execute("DELETE FROM Settings")
+        else:
+            connection.execute("UPDATE Settings SET value = ? WHERE key = 'size'", (value,))
+        connection.commit()
+        connection.close()
+        with pytest.raises(StoreUnavailableError, match=store.directory):
+            store.size()
+        with pytest.raises(StoreUnavailableError, match=store.directory):
+            store.put("ac", "b" * 64, b"x")
+        assert store.get("cas", name_of(self.data)) == self.data
+
     def test_planted_settings_are_refused(self, store):
         import sqlite3
 
@@ -313,6 +391,33 @@ class TestDamage:
         store.put("cas", name_of(data), data)
         assert store.get("cas", name_of(data)) == data
         assert len(value_files(Path(store.directory))) == 1
+
+    @pytest.mark.parametrize("size", [0, 4096, 20_000])
+    @pytest.mark.parametrize("name", ["cache.db", "cache.db-wal"])
+    def test_an_index_cut_short_while_open_does_not_kill_the_process(self, tmp_path, name, size):
+        code = """if True:
+            import hashlib, os, sys
+            from cachegen_rag.errors import CacheGenError
+            from cachegen_rag.stores import open_store
+            store = open_store(sys.argv[1])
+            def put(n):
+                data = bytes([n]) * 9000
+                store.put("cas", hashlib.sha256(data).hexdigest(), data)
+            for n in range(20):
+                put(n)
+            os.truncate(os.path.join(sys.argv[1], sys.argv[2]), int(sys.argv[3]))
+            key = hashlib.sha256(bytes([3]) * 9000).hexdigest()
+            for act in (lambda: store.get("cas", key), lambda: put(200), lambda: list(store.keys("cas")), store.close):
+                try:
+                    act()
+                except CacheGenError as error:
+                    print(error)
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "s"), name, str(size)],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, (done.returncode, done.stderr)
 
     @pytest.mark.parametrize("code", ["ENOSPC", "EIO", "EDQUOT", "EMFILE", "EROFS"])
     @pytest.mark.parametrize("call", ["open", "fsync", "mkdir"])
