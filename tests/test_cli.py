@@ -343,3 +343,23 @@ def test_the_shipped_corpus_is_this_documentation() -> None:
     for passage in shipped_corpus():
         file = next(f for f in (root / passage.source, root / "docs" / passage.source) if f.is_file())
         assert passage.text in file.read_text(encoding="utf-8")
+
+
+def test_an_index_that_cannot_be_written_is_one_error(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    bad = tmp_path / "file" / "index.jsonl"
+    seen = result("prefill", place / "docs", "--config", place / "settings.yaml", "--index", bad, code=2)
+    assert "cannot write the index" in seen["error"]["message"]
+
+
+def test_a_wrong_level_writes_no_index(place: Path, tmp_path: Path) -> None:
+    index = tmp_path / "index.jsonl"
+    settings = place / "settings.yaml"
+    seen = result("prefill", place / "docs", "--config", settings, "--index", index, "--level", "99", code=1)
+    assert seen["error"]["type"] == "UnknownLevelError"
+    assert not index.exists()
+
+
+def test_something_that_is_no_index_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "index.jsonl").write_text("")
+    assert "not an index" in result("ask", "what?", "--index", tmp_path / "index.jsonl", code=2)["error"]["message"]

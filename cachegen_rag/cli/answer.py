@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from cachegen_rag.cache import KVCache
 
 SYSTEM = "You answer questions from the documents that are given, in one or two sentences."
+LINE_SECONDS = 15.0
+"""How often progress is told where a bar cannot be drawn."""
 DEMO_QUESTION = "What does KVCache.prefill do with documents?"
 
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens of the answer at most.")]
@@ -59,11 +61,17 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sampler, w
 
 
 def fill(cache: KVCache, passages: Sequence[Passage], quiet: bool) -> dict[str, Any]:
-    """Prefill what is missing, with a progress bar on stderr."""
+    """Prefill what is missing, with a progress bar on stderr; a line now and then where that is no terminal."""
     with progress_bar(quiet) as bar:
         task = bar.add_task("computing KV", total=len(passages), rate="")
+        told = 0.0
 
         def progress(done: int, total: int, tokens: int, seconds: float) -> None:
+            nonlocal told
+            if not quiet and not err.is_terminal and seconds >= told + LINE_SECONDS:
+                told = seconds
+                left = f", about {seconds * (total - done) / done:.0f} s left" if done else ""
+                err.print(f"{done} of {total} passages, {tokens} tokens in {seconds:.0f} s{left}")
             bar.update(task, completed=done, total=total, rate=f"{tokens / seconds:.0f} tokens/s" if tokens else "")
 
         report: dict[str, Any] = cache.prefill([Document(p.text, p.id) for p in passages], progress=progress).as_dict()
@@ -119,9 +127,10 @@ def prefill(
         raise ConfigError(f"no text was found in {', '.join(map(str, paths))}")
     read = {p.source for p in passages}
     kept = [p for p in load_index(settings.index) if p.source not in read] if settings.index.exists() else []
-    save_index(settings.index, kept + passages)
     cache = open_cache(settings)
     try:
+        cache.check()
+        save_index(settings.index, kept + passages)
         report = fill(cache, passages, quiet=as_json)
     finally:
         cache.close()

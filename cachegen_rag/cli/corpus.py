@@ -87,14 +87,17 @@ def shipped_corpus() -> list[Passage]:
 
 
 def save_index(path: Path, passages: Sequence[Passage]) -> None:
-    """Write the index whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the index whole or not at all. Raises ConfigError if it cannot be written."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as out:
-        out.write(json.dumps({"cachegen_rag_index": INDEX_VERSION}) + "\n")
-        for passage in passages:
-            out.write(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as out:
+            out.write(json.dumps({"cachegen_rag_index": INDEX_VERSION}) + "\n")
+            for passage in passages:
+                out.write(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the index {path}: {error.strerror}") from None
 
 
 def load_index(path: Path) -> list[Passage]:
@@ -114,6 +117,8 @@ def load_index(path: Path) -> list[Passage]:
         return [Passage(**json.loads(line)) for line in lines]
     except FileNotFoundError:
         raise ConfigError(f"there is no index at {path}: run `cachegen-rag prefill DIR` first, or name it") from None
+    except json.JSONDecodeError:
+        raise ConfigError(f"{path} is not an index; run `cachegen-rag prefill` again, or name another") from None
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"cannot read the index {path}: {error}; run `cachegen-rag prefill` again") from None
 

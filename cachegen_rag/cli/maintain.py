@@ -105,7 +105,7 @@ def verify(
     else:
         out.print(
             f"{result['checked']} objects checked, {len(result['damaged'])} damaged, "
-            f"{len(result['incomplete'])} documents incomplete"
+            f"{len(result['incomplete'])} documents incomplete" + ("; those were deleted" if repair else "")
         )
         for item in result["damaged"]:
             out.print(f"  {item['namespace']}/{item['key']}: {item['reason']}", markup=False, highlight=False)
