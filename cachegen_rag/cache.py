@@ -20,9 +20,16 @@ from cachegen_rag import upkeep
 from cachegen_rag.assembly import Assembler, Source
 from cachegen_rag.codec import Codec
 from cachegen_rag.codec.profile import Profile
-from cachegen_rag.errors import ConfigError, RequestCancelledError, StoreError, UnknownLevelError
+from cachegen_rag.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    RequestCancelledError,
+    StoreError,
+    StoreUnavailableError,
+    UnknownLevelError,
+)
 from cachegen_rag.exact import ExactRuns, leading
-from cachegen_rag.gate import Gate, Keeper
+from cachegen_rag.gate import RETRY_SECONDS, Gate, Keeper
 from cachegen_rag.library import CHUNK_TOKENS, Library
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import KVModel, Sampling, Token
@@ -41,6 +48,9 @@ log = logging.getLogger(__name__)
 
 PREFETCH_SECONDS = 10.0
 """How long a prefetch waits for a manifest."""
+
+SETUP_SECONDS = 2.0
+"""How long a request waits for what a remote store keeps of the model, its codec profile and its gate."""
 
 EXACT_BYTES = 256 << 20
 """Stored bytes that learned leading combinations may take by default."""
@@ -127,8 +137,10 @@ class KVCache:
         self._loader: Loader | None = None
         self._ahead: Ahead | None = None
         self._prefetching: ThreadPoolExecutor | None = None
+        self._closed = False
         self._setup = threading.RLock()
-        self._counting = threading.Lock()
+        self._unreadable, self._retry_at = "", 0.0  # why a remote store's profile could not be read; when to try again
+        self._counting = threading.RLock()  # a collected stream may be counted at any allocation, under the lock too
         self._stats = CacheStats()
         self._reasons: Counter[str] = Counter()
 
@@ -169,18 +181,24 @@ class KVCache:
         """What is computed anew of spliced documents."""
         return self.gate.recompute if self._recompute is None else self._recompute
 
-    def library(self, texts: Sequence[str] = ()) -> Library | None:
-        """The stored documents, or None while no codec profile is known; ``texts`` lets one be calibrated."""
-        with self._setup:
+    def library(self, texts: Sequence[str] = (), *, deadline: float | None = None) -> Library | None:
+        """The stored documents, or None while no codec profile is known; ``texts`` lets one be calibrated.
+
+        ``deadline`` is a ``time.monotonic()`` value. Raises StoreError if the store's profile cannot be read.
+        """
+        if self._library is not None:
+            return self._library
+        if not self._setup.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise DeadlineExceededError("the deadline passed while another thread makes or reads the codec profile")
+        try:
             if self._library is None:
-                profile = find_profile(self.model, self.store, self._profile, self._salt, texts)
+                profile = find_profile(self.model, self.store, self._profile, self._salt, texts, deadline=deadline)
                 if profile is None:
                     return None
                 fingerprint = dataclasses.replace(self.model.fingerprint, context=self.warm.digest)
                 codec = Codec(profile, fingerprint.digest())
                 for level in (*(self._levels or ()), *(() if self._level is None else (self._level,))):
                     codec.check_level(level)
-                self._library = Library(self.store, codec, self._salt)
                 if self._exact_bytes:
                     runs = Library(self.store, Codec(profile, self.model.fingerprint.digest(), sinks=True), self._salt)
                     self._exact = ExactRuns(runs, self._exact_bytes, self.level(codec), self._chunk_tokens)
@@ -189,7 +207,31 @@ class KVCache:
                     self._ahead = Ahead(self.store)
                 reading: Any = self._ahead or self.store
                 self._loader = self._make_loader(reading, engine)
+                self._library = Library(self.store, codec, self._salt)  # last: whoever sees it sees all of it
             return self._library
+        finally:
+            self._setup.release()
+
+    def _library_soon(self, deadline: float | None) -> Library | None:
+        """The library for a request that waits until ``deadline`` at most. Raises StoreError.
+
+        After a failure the store is asked again in the background, where a slow link has time, and by requests only
+        after a while: a server that does not answer costs one of them the deadline, not each.
+        """
+        if self._library is None and time.monotonic() < self._retry_at:
+            raise StoreUnavailableError(self._unreadable)
+        try:
+            return self.library(deadline=deadline)
+        except StoreError as error:
+            if deadline is not None:
+                self._unreadable, self._retry_at = str(error), time.monotonic() + RETRY_SECONDS
+                self._in_background(self._prefetch, [])
+            raise
+
+    def check(self) -> None:
+        """Load the model and try the settings against its profile, before any work. Raises what is wrong with them."""
+        if self.model.refusal is None:
+            self.library()
 
     def level(self, codec: Codec) -> int:
         """The level that is read."""
@@ -240,14 +282,19 @@ class KVCache:
         Only a remote store gains by it: the bitstreams are on their way while the prompt is still being built.
         """
         if self.store.remote:
-            with self._setup:
-                if self._prefetching is None:
-                    self._prefetching = ThreadPoolExecutor(1, thread_name_prefix="cachegen-ahead")
-                self._prefetching.submit(self._prefetch, list(documents))
+            self._in_background(self._prefetch, list(documents))
+
+    def _in_background(self, work: Callable[[Sequence[Any]], None], documents: Sequence[Any]) -> None:
+        with self._counting:
+            if self._closed:
+                return
+            if self._prefetching is None:
+                self._prefetching = ThreadPoolExecutor(1, thread_name_prefix="cachegen-ahead")
+            self._prefetching.submit(work, documents)
 
     def _prefetch(self, documents: Sequence[Any]) -> None:
         try:
-            library = self.library()
+            library = self.library(deadline=time.monotonic() + PREFETCH_SECONDS)
             if library is None or self._ahead is None or self.refusal is not None:
                 return
             manifests = [(key, self._ahead.prefetch("ac", key)) for key in map(self.key, documents) if key is not None]
@@ -404,14 +451,16 @@ class KVCache:
         if refusal is not None:
             return None, refusal
         try:
-            library = self.library()
+            deadline = time.monotonic() + SETUP_SECONDS if self.store.remote else None
+            library = self._library_soon(deadline)
         except (StoreError, UnknownLevelError) as error:  # the store's profile: cannot be read, lacks the level
             return None, f"no usable codec profile for this model: {error}"
         if library is None or self._loader is None:
             return None, "no codec profile for this model yet: prefill documents or calibrate"
         level, rope = self.level(library.codec), self.model.rope
-        closed = self.gate.refusal()
-        return Source(library, self._loader, level, self.recompute, rope, self._exact, self._slo, closed), None
+        closed = self.gate.refusal(deadline)
+        recompute = self.recompute if closed is None else Recompute()  # closed or unreadable: there is none to be had
+        return Source(library, self._loader, level, recompute, rope, self._exact, self._slo, closed), None
 
     def _count(self, record: RequestRecord) -> None:
         documents = [segment for segment in record.segments if segment.kind == "document"]
@@ -435,10 +484,17 @@ class KVCache:
                 log.exception("on_request failed")
 
     def close(self) -> None:
-        """Stop the loader's threads and close the store. The model stays open."""
+        """Stop the loader's threads and close the store. The model stays open.
+
+        Requests that are under way go on and compute what they have not loaded.
+        """
+        with self._counting:
+            self._closed, prefetching = True, self._prefetching
+        if prefetching is not None:
+            prefetching.shutdown(wait=False, cancel_futures=True)
+        if self.store.remote:
+            self.store.close()  # first: it ends the reads that others may hold the lock for
         with self._setup:
-            if self._prefetching is not None:
-                self._prefetching.shutdown(wait=False, cancel_futures=True)
             if self._loader is not None:
                 self._loader.close()
             self.store.close()
