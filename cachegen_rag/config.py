@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from cachegen_rag.errors import ConfigError, MissingDependencyError
 
@@ -31,6 +31,7 @@ MIN_STORE_BYTES = 1 << 20
 """Lower limit of ``store.size_limit``: a smaller store could not hold one document."""
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?i?b?)", re.IGNORECASE)
+_SECRET_URL = re.compile(r"https?:(/*[^/]*@|.*[?#])", re.IGNORECASE | re.DOTALL)
 _SCALE = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>us|ms|s|sec|min|m|h|d)?", re.IGNORECASE)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -74,8 +75,18 @@ def default_store_url() -> str:
     return (user_cache() / "store").as_uri()
 
 
+def check_shown_url(url: str) -> str:
+    """``url``, unless it is an HTTP one with user info, query or fragment. Raises ValueError.
+
+    Settings are shown in many places, so a URL that may hold a secret gets into none of them.
+    """
+    if _SECRET_URL.match(url):
+        raise ValueError("holds credentials, a query or a fragment; write https://host/base and pass the token apart")
+    return url
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
 
 
 class ModelSettings(_Section):
@@ -100,6 +111,11 @@ class StoreSettings(_Section):
     tier: Path | None = Field(default=None, description="directory in which objects of an HTTP store are kept")
     salt: SecretStr | None = Field(default=None, description="keeps the keys of tenants of one store apart")
     timeout: Duration = Field(default=10.0, gt=0, description="how long one request to an HTTP store may take")
+
+    @field_validator("url")
+    @classmethod
+    def _without_secrets(cls, url: str) -> str:
+        return check_shown_url(url)
 
 
 class CodecSettings(_Section):
@@ -137,17 +153,26 @@ class Settings(_Section):
 
 
 def explain(error: ValidationError) -> str:
-    """One line a field: its path, the value that was given and what is accepted. Secrets are not shown."""
+    """One line a field: its path, the value that was given and what is accepted. Secrets are not shown.
+
+    Nor is what may hold one: a URL, or a value that stands where a whole section belongs.
+    """
     lines = []
     for item in error.errors(include_url=False):
         name = ".".join(str(part) for part in item["loc"]) or "settings"
         message = item["msg"].removeprefix("Value error, ")
-        secret = name.endswith(("token", "salt")) or item["type"] == "missing"
-        value = "" if secret else f" = {item['input']!r:.80}"
+        single = isinstance(item["input"], (str, int, float, Path)) or item["input"] is None
+        secret = not single or _is_section(name) or name.endswith(("token", "salt", "url"))
+        value = "" if secret or item["type"] == "missing" else f" = {item['input']!r:.80}"
         if item["type"] == "extra_forbidden":
             value, message = "", "no such setting"
         lines.append(f"{name}{value}: {message}")
     return "\n".join(lines)
+
+
+def _is_section(name: str) -> bool:
+    field = Settings.model_fields.get(name)
+    return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, _Section)
 
 
 def load_settings(file: str | Path | None = None, *, environment: bool = True, **values: Any) -> Settings:
@@ -194,8 +219,13 @@ def _from_sources(file: Path | None, environment: bool, values: Mapping[str, Any
     if file is not None:
         try:
             from_file = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read settings from {file}: {error}") from None
+        except yaml.YAMLError as error:  # its own text quotes the file, secrets and all
+            mark = getattr(error, "problem_mark", None)
+            where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+            raise ConfigError(f"cannot read settings from {file}{where}: not valid YAML") from None
+        except (OSError, UnicodeError) as error:
+            reason = "not UTF-8 text" if isinstance(error, UnicodeError) else error
+            raise ConfigError(f"cannot read settings from {file}: {reason}") from None
         if not isinstance(from_file, dict):
             raise ConfigError(f"{file} must hold a mapping of settings, got {type(from_file).__name__}")
 

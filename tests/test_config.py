@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import traceback
 
 import pytest
 from pydantic import ValidationError
@@ -125,10 +126,36 @@ def test_secrets_are_not_shown(capsys):
     canary = "canary-5f1e"
     settings = load_settings(store={"token": canary, "salt": canary})
     assert canary not in repr(settings) + str(settings) + settings.model_dump_json()
-    for wrong in ({"token": [canary]}, {"salt": {canary: 1}}):
+    wrong: list[object] = [
+        {"token": [canary]},
+        {"salt": {canary: 1}},
+        {"tokn": canary},
+        [{"token": canary}],
+        f"token: {canary}",
+        {"url": [canary]},
+        {"url": f"https://user:{canary}@host"},
+        {"url": f"https://host?token={canary}"},
+    ]
+    for store in wrong:
         with pytest.raises(ConfigError) as caught:
-            load_settings(store=wrong)
-        assert canary not in str(caught.value)
+            load_settings(store=store)
+        assert canary not in str(caught.value) and "store" in str(caught.value)
+        with pytest.raises(ValidationError) as invalid:
+            Settings(store=store)
+        assert canary not in str(invalid.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["store:\n  token: canary-5f1e: x\n", "token: *canary-5f1e", "a: !canary-5f1e x", "- canary-5f1e", "canary-5f1e"],
+)
+def test_a_broken_file_is_not_quoted(tmp_path, text):
+    pytest.importorskip("pydantic_settings")
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"settings\.yaml") as caught:
+        load_settings(file)
+    assert "canary-5f1e" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_settings_do_not_change():

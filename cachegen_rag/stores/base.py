@@ -170,7 +170,7 @@ def open_store(url: str | Path, *, size_limit: int = DEFAULT_SIZE_LIMIT, **optio
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
-            raise ConfigError(f"a file store is file:///absolute/path or a plain path, got {text!r:.200}")
+            raise ConfigError("a file store is file:///absolute/path, without host, query or fragment, or a plain path")
         text = unquote(parts.path)
     elif scheme:
         raise ConfigError(f"no store has the scheme {scheme}://; known are memory://, file://, https://, http://")

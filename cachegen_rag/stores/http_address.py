@@ -11,19 +11,23 @@ from cachegen_rag.errors import ConfigError
 
 
 def check_url(url: str) -> str:
+    """``url`` without a trailing slash, if it is one of an HTTP store. Raises ConfigError.
+
+    The message never quotes the URL, only its host: user info, query and fragment may be secrets.
+    """
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigError("the store's URL is malformed") from error
+    except ValueError:  # its text quotes the URL
+        raise ConfigError("the store's URL is malformed") from None
     if "@" in parts.netloc:
         raise ConfigError("the store's URL holds credentials; pass token= or auth= instead")
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise ConfigError(f"an HTTP store is https://host/base without query or fragment, got {url!r:.200}")
+        raise ConfigError("an HTTP store is https://host/base without query or fragment")
     if any(c <= " " or c == "\\" for c in url) or ".." in parts.path.split("/"):
-        raise ConfigError(f"the store's URL holds characters that do not belong there: {url!r:.200}")
+        raise ConfigError("the store's URL holds characters that do not belong there (spaces, backslashes, ..)")
     if parts.scheme == "http" and not _loopback(host):
-        raise ConfigError(f"{url!r:.200}: plain http is for loopback addresses only; use https")
+        raise ConfigError(f"http://{host:.100}: plain http is for loopback addresses only; use https")
     return url.rstrip("/")
 
 

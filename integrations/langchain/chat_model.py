@@ -29,10 +29,10 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, Runn
 from langchain_core.utils import secret_from_env
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 
 from cachegen_rag.cache import KVCache, PrefillReport
-from cachegen_rag.config import ENV_PREFIX, load_settings
+from cachegen_rag.config import ENV_PREFIX, check_shown_url, load_settings
 from cachegen_rag.errors import ConfigError, ContextOverflowError
 from cachegen_rag.integrations.langchain import grammar as grammars
 from cachegen_rag.integrations.langchain.messages import convert
@@ -102,7 +102,9 @@ class ChatCacheGen(BaseChatModel):
     _opening: threading.Lock = PrivateAttr(default_factory=threading.Lock)
     _worker: Worker = PrivateAttr(default_factory=Worker)
 
-    model_config = ConfigDict(populate_by_name=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        populate_by_name=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -110,6 +112,11 @@ class ChatCacheGen(BaseChatModel):
         if isinstance(values, dict):
             values = {key: value for key, value in values.items() if key not in NOT_FOR_A_LOCAL_MODEL}
         return values
+
+    @field_validator("store")
+    @classmethod
+    def _no_secrets_in_the_url(cls, value: Any) -> Any:
+        return check_shown_url(value) if isinstance(value, str) else value
 
     # ---- the cache behind it ----
 

@@ -232,6 +232,24 @@ def test_secrets_do_not_appear(tiny_model: Any, caplog: pytest.LogCaptureFixture
     assert set(llm.lc_secrets) == {"store_token", "salt"}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"store_tokn": CANARY},
+        {"store_token": [CANARY]},
+        {"salt": {CANARY: 1}},
+        {"store": f"https://user:{CANARY}@host"},
+        {"store": f"https://host?token={CANARY}"},
+        {"store_token": CANARY, "temperature": "x"},
+    ],
+    ids=lambda fields: ",".join(fields),
+)
+def test_secrets_in_wrong_fields_do_not_appear(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatCacheGen(model_path="none.gguf", **fields)
+    assert CANARY not in str(caught.value)
+
+
 def test_tenants_are_apart(tiny_model: Any, tiny_profile: Any) -> None:
     store = MemoryStore()
     one = ChatCacheGen(model=tiny_model, store=store, salt="one", profile=tiny_profile, max_tokens=2)
