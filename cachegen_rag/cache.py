@@ -107,6 +107,15 @@ class KVCache:
         loader: Callable[[Store, str], Loader] = Loader,
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
+        if not isinstance(salt, str) or any("\ud800" <= c <= "\udfff" for c in salt):
+            raise ConfigError("salt must be a text without lone surrogates")
+        for name, number in (("chunk_tokens", chunk_tokens), ("max_document_tokens", max_document_tokens or 1)):
+            if not isinstance(number, int):
+                raise ConfigError(f"{name} = {number!r:.80}: must be a whole number of tokens")
+        if recompute is not None and not isinstance(recompute, (int, Recompute)):
+            raise ConfigError(f"recompute = {recompute!r:.80}: must be a number of tokens or a Recompute")
+        if not isinstance(store, (str, Path)) and not callable(getattr(store, "get", None)):
+            raise ConfigError(f"store must be a Store, a URL or a path, got {type(store).__name__}")
         if isinstance(recompute, int):
             if recompute < 0:
                 raise ConfigError(f"recompute = {recompute}: must be a number of tokens from 0")
@@ -254,7 +263,7 @@ class KVCache:
         Raises StoreError if the store cannot be written. A document that cannot be stored otherwise (too long for
         the context, a model that is not spliced) is skipped with its reason.
         """
-        items = [as_document(document) for document in documents]
+        items = [as_document(document) for document in listed(documents)]
         library = None if self.model.refusal else self.library([item.text for item in items])
         for item in items:
             self.known.add(item)
@@ -365,8 +374,9 @@ class KVCache:
         template_args: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """A prompt of chat messages, with ``documents`` in front of the last user message's text."""
-        turns = [m if isinstance(m, Message) else Message.of(m["role"], m["content"]) for m in messages]
-        turns = with_documents(turns, [as_document(document) for document in documents])
+        turns = with_documents(
+            [as_message(message) for message in messages], [as_document(item) for item in listed(documents)]
+        )
         return build_prompt(
             self.model, turns, max_document_tokens=self._max_document_tokens, template_args=template_args
         )
@@ -520,4 +530,20 @@ def as_document(item: Any) -> Document:
     return Document(text, getattr(item, "id", None))
 
 
-__all__ = ["CacheStats", "KVCache", "PrefillReport", "Stream", "as_document"]
+def listed(documents: Any) -> list[Any]:
+    """Documents as a list. Raises ConfigError for a single one: a text is no list of texts."""
+    if isinstance(documents, (str, bytes, Mapping, Document)) or not isinstance(documents, Iterable):
+        raise ConfigError(f"documents must be a list of texts or documents, got {type(documents).__name__}")
+    return list(documents)
+
+
+def as_message(item: Any) -> Message:
+    """A Message, or a mapping of ``role`` and ``content`` (a text, or None for none) as a Message."""
+    if isinstance(item, Message):
+        return item
+    if not isinstance(item, Mapping) or not {"role", "content"} <= set(item):
+        raise ConfigError(f"a message is a Message or a mapping with role and content, got {type(item).__name__}")
+    return Message.of(item["role"], "" if item["content"] is None else item["content"])
+
+
+__all__ = ["CacheStats", "KVCache", "PrefillReport", "Stream", "as_document", "as_message", "listed"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import pairwise
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 64
 """Runs that wait to be computed; the oldest are forgotten first."""
+
+LOOK_UP_SECONDS = 0.5
+"""How long all look-ups of one request at a remote store may take."""
 
 MAX_SEEN = 1024
 """Requests that wait to be counted while the lock is held; the oldest are forgotten first."""
@@ -57,14 +61,16 @@ class ExactRuns:
 
         On a remote store only runs that were stored by this process are looked for: a look-up there costs a round trip.
         """
+        remote = self.library.store.remote
+        deadline = time.monotonic() + LOOK_UP_SECONDS if remote else None
         for segments in leading_runs(prompt):
             if not any(i < segments for i in prompt.documents):
                 continue  # text alone is computed as fast as it is read
-            if self.library.store.remote and run_key(prompt, segments) not in self._stored:
+            if remote and run_key(prompt, segments) not in self._stored:
                 continue
             tokens = prompt.offsets[segments]
             try:
-                manifest = self.library.manifest(self.library.key(prompt.token_ids[:tokens]))
+                manifest = self.library.manifest(self.library.key(prompt.token_ids[:tokens]), deadline)
             except (LookupError, BitstreamError, StoreError):
                 continue
             if manifest.tokens == tokens:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cachegen_rag import KVCache, Profile, Sampling
+from cachegen_rag import cache as cache_module
 from cachegen_rag.errors import ConfigError, ContextOverflowError, StoreUnavailableError, UnknownLevelError
 from cachegen_rag.manifest import Manifest
 from cachegen_rag.prompt import Document, Prompt
@@ -181,6 +183,93 @@ def test_a_store_that_fails_is_a_miss(cache: KVCache, monkeypatch: pytest.Monkey
     ids, record = answer(cache, prompt)
     assert ids == text
     assert "on fire" in next(s.reason for s in record.segments if s.kind == "document")
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["profile given", "profile in the store"])
+def test_a_server_that_is_silent_costs_one_request_a_moment(tiny_model: Any, profile: Profile, given: bool) -> None:
+    import socket
+    import time
+
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:  # connects, and never says a word
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with KVCache(tiny_model, url, profile=profile if given else None, slo=0.5) as cache:
+            prompt = ask(cache, TEXTS[:2])
+            text, _ = answer(cache, prompt, spliced=False)
+            seconds = []
+
+            def request() -> None:
+                began = time.monotonic()
+                ids, record = answer(cache, prompt)
+                seconds.append(time.monotonic() - began)
+                assert ids == text
+                assert all(s.source == "text" and s.reason for s in record.segments if s.kind == "document")
+
+            with ThreadPoolExecutor(3) as pool:
+                for together in [pool.submit(request) for _ in range(3)]:
+                    together.result(60)
+            assert max(seconds) < 8
+            request()
+            assert seconds[-1] < 2
+            began = time.monotonic()
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("when", ["before the first token", "while it waits for the model", "while chunks decode"])
+def test_closing_the_cache_never_fails_or_hangs_a_request(tiny_model: Any, profile: Profile, when: str) -> None:
+    reading = threading.Event()
+
+    class Slow(MemoryStore):
+        def get(self, namespace: Any, key: str, **options: Any) -> bytes | None:
+            if namespace == "cas" and when == "while chunks decode":
+                reading.set()
+                closing.wait(10)
+            return super().get(namespace, key, **options)
+
+    closing = threading.Event()
+    cache = KVCache(tiny_model, Slow(), profile=profile, chunk_tokens=16)
+    cache.prefill(TEXTS[:2])
+    prompt = ask(cache, TEXTS[:2])
+    text, _ = answer(cache, prompt, spliced=False)
+    with ThreadPoolExecutor(1) as pool:
+        if when == "before the first token":
+            stream = cache.stream(prompt, GREEDY)
+            cache.close()
+            assert [token.id for token in stream] == text
+        elif when == "while it waits for the model":
+            with tiny_model.session():
+                request = pool.submit(answer, cache, prompt)
+                while not tiny_model._turns._waiting:
+                    assert not request.done()
+                cache.close()
+            ids, record = request.result(30)
+            assert ids == text and record.spliced_tokens == 0
+        else:
+            request = pool.submit(answer, cache, prompt)
+            assert reading.wait(10)
+            threading.Timer(0.2, closing.set).start()
+            cache.close()
+            ids, record = request.result(30)
+            assert len(ids) == len(text)
+            assert any("closed" in (s.reason or "") for s in record.segments)
+
+
+def test_a_stream_that_is_collected_while_statistics_are_read(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may end a forgotten stream at any allocation, also under the lock of the counts."""
+    prompt = ask(cache, TEXTS[:1])
+    forgotten = [cache.stream(prompt, GREEDY)]
+    next(forgotten[0])
+    replace = cache_module.dataclasses.replace
+
+    def collect(*args: Any, **options: Any) -> Any:
+        if forgotten:
+            forgotten.pop().close()
+        return replace(*args, **options)
+
+    monkeypatch.setattr(cache_module.dataclasses, "replace", collect)
+    thread = threading.Thread(target=cache.stats, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and cache.stats().requests == 1
 
 
 def test_tenants_are_apart(tiny_model: Any, profile: Profile) -> None:
@@ -393,3 +482,35 @@ def test_requests_can_be_cancelled(cache: KVCache) -> None:
     with pytest.raises(RequestCancelledError):
         list(stream)
     assert answer(cache, ask(cache, TEXTS[:1]))[0]
+
+
+@pytest.mark.parametrize(
+    "documents", ["a text", b"x", None, 5, {"page_content": "x"}, Document("a text"), [5], [None]], ids=repr
+)
+def test_what_is_no_list_of_documents(cache: KVCache, documents: Any) -> None:
+    with pytest.raises(ConfigError, match="document"):
+        cache.prefill(documents)
+    with pytest.raises(ConfigError, match="document"):
+        cache.prompt([{"role": "user", "content": "hello"}], documents)
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["hello", 5, {"content": "x"}, {"role": "user"}, {"role": 3, "content": "x"}, {"role": "user", "content": [{}]}],
+    ids=repr,
+)
+def test_what_is_no_message(cache: KVCache, message: Any) -> None:
+    with pytest.raises(ConfigError, match="message"):
+        cache.prompt([message])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("salt", None), ("salt", b"x"), ("salt", "\ud800"), ("chunk_tokens", 1.5), ("chunk_tokens", float("nan")),
+        ("max_document_tokens", 2.5), ("recompute", "3"), ("store", None), ("store", 5),
+    ],
+)  # fmt: skip
+def test_settings_of_a_wrong_type(tiny_model: Any, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        KVCache(tiny_model, **{"store": MemoryStore(), name: value})
