@@ -91,16 +91,12 @@ def test_every_damage_is_told_from_absence_and_from_a_store_that_fails(tiny_mode
         store._objects[name] = whole
 
 
-@pytest.fixture(scope="module")
-def foreign(profile):
-    """The profile with another shape, as bytes that are a valid profile."""
+def test_a_profile_of_another_shape_is_not_used_but_replaced(tiny_model, tiny_path, profile, monkeypatch):
     from cachegen_rag.models.llama_cpp import LlamaCppModel
 
-    return lambda path: calibrate(LlamaCppModel(path, n_ctx=512, n_threads=1), TEXTS)
-
-
-def test_a_profile_of_another_shape_is_not_used_but_replaced(tiny_model, tiny_path, foreign):
-    other = foreign(tiny_path(layers=2))
+    with LlamaCppModel(tiny_path(layers=2), n_ctx=512, n_threads=1) as smaller:
+        other = calibrate(smaller, TEXTS)
+    monkeypatch.setattr("cachegen_rag.profiles.calibrate", lambda model, texts: profile)  # it takes seconds
     assert other.shape != tiny_model.shape
     store = MemoryStore()
     save_profile(store, tiny_model.fingerprint, "", other)
@@ -109,7 +105,8 @@ def test_a_profile_of_another_shape_is_not_used_but_replaced(tiny_model, tiny_pa
     cache = KVCache(tiny_model, store)
     assert all("no codec profile" in reason for reason in ask(cache))
     assert cache.prefill(TEXTS).computed == 2
-    assert cache.library().codec.profile.shape == tiny_model.shape and ask(cache) == [None, None]
+    assert cache.library().codec.profile.hash == profile.hash and ask(cache) == [None, None]
+    assert load_profile(store, tiny_model.fingerprint, "").hash == profile.hash
 
 
 def test_fewer_levels_than_asked_for_is_an_error_in_prefill_and_a_miss_in_a_request(tiny_model, profile):
