@@ -287,7 +287,8 @@ class TransformersSession:
                 yield Token(token.id, shown + text.finish(), token.logprob, token.top, "length")
                 return
             yield Token(token.id, shown, token.logprob, token.top)
-            self._read_on()
+            if self._open:
+                self._read_on()
             self._append([token.id])
             self._flush()
 

@@ -53,12 +53,14 @@ class Turns:
                     "finish or close it (or its answer stream) before the next one"
                 )
             return False
-        self.here()
+        self._owner = me
         return True
 
     def here(self) -> None:
         """The turn is this thread's from now on: a stream may be read by changing threads. Whoever has it calls it."""
-        self._owner = threading.get_ident()
+        with self._guard:
+            if self._owner:  # not one that nobody has, nor one that is promised
+                self._owner = threading.get_ident()
 
     def _leave(self, turn: threading.Event) -> bool:
         """Wait no longer; False if the turn has come meanwhile."""

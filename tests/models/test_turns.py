@@ -113,6 +113,15 @@ def test_a_turn_that_goes_on_in_another_thread_is_waited_for() -> None:
     turns.release()
 
 
+def test_a_turn_that_nobody_has_cannot_be_gone_on_with() -> None:
+    turns = Turns()
+    turns.acquire()
+    turns.release()
+    turns.here()  # a stream that is read after its session was closed
+    assert turns.acquire(0.01)
+    turns.release()
+
+
 @pytest.mark.parametrize("at", ["Event", "append"])
 def test_a_session_that_is_collected_while_another_is_asked_for(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector may end a forgotten stream at any allocation: its turn is passed on, nobody hangs."""
