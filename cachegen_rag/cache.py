@@ -291,7 +291,7 @@ class KVCache:
         Only a remote store gains by it: the bitstreams are on their way while the prompt is still being built.
         """
         if self.store.remote:
-            self._in_background(self._prefetch, list(documents))
+            self._in_background(self._prefetch, listed(documents))
 
     def _in_background(self, work: Callable[[Sequence[Any]], None], documents: Sequence[Any]) -> None:
         with self._counting:
@@ -532,7 +532,8 @@ def as_document(item: Any) -> Document:
 
 def listed(documents: Any) -> list[Any]:
     """Documents as a list. Raises ConfigError for a single one: a text is no list of texts."""
-    if isinstance(documents, (str, bytes, Mapping, Document)) or not isinstance(documents, Iterable):
+    single = isinstance(documents, (str, bytes, Mapping, Document)) or hasattr(documents, "page_content")
+    if single or not isinstance(documents, Iterable):
         raise ConfigError(f"documents must be a list of texts or documents, got {type(documents).__name__}")
     return list(documents)
 

@@ -157,19 +157,25 @@ def open_store(url: str | Path, *, size_limit: int = DEFAULT_SIZE_LIMIT, **optio
     """
     if isinstance(size_limit, bool) or not isinstance(size_limit, int) or size_limit <= 0:
         raise ConfigError(f"size_limit is a number of bytes above 0, got {size_limit!r}")
+    if not isinstance(url, (str, Path)):
+        raise ConfigError(f"a store is named by a URL or a path, got {type(url).__name__}")
     text = str(url)
+    if "\0" in text or "%00" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise ConfigError("the store's URL or path holds NUL characters or lone surrogates")
     scheme = text.partition(":")[0].lower() if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text) else ""
     if scheme in ("http", "https"):
         return _open_remote(text, size_limit, options)
     if options:
         raise ConfigError(f"{', '.join(sorted(options))}: options of a remote store, given with a local one")
     if scheme == "memory":
+        if text[len("memory:") :] not in ("", "//"):
+            raise ConfigError("a memory store has no name: it is memory://, and gone when closed")
         from cachegen_rag.stores.memory import MemoryStore
 
         return MemoryStore(size_limit=size_limit)
     if scheme == "file":
         parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
             raise ConfigError("a file store is file:///absolute/path, without host, query or fragment, or a plain path")
         text = unquote(parts.path)
     elif scheme:

@@ -98,6 +98,12 @@ class HTTPStore:
         self.url = check_url(url)
         if token is not None and auth is not None:
             raise ConfigError("token and auth exclude each other")
+        if auth is not None and not (isinstance(auth, (tuple, list)) and len(auth) == 2 and isinstance(auth[0], str)):
+            raise ConfigError("auth is a pair of user and password")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise ConfigError(f"timeout is a number of seconds, got {timeout!r:.80}")
+        if not all(isinstance(n, int) for n in (attempts, connections)):
+            raise ConfigError("attempts and connections must be whole numbers")
         if not timeout > 0 or attempts < 1 or connections < 1:
             raise ConfigError("timeout, attempts and connections must be above 0")
         if http2 and find_spec("h2") is None:

@@ -309,9 +309,12 @@ class ChatCacheGen(BaseChatModel):
     def _run(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Any:
         """What the worker is asked to do, and how long it may take."""
         timeout = kwargs.pop("timeout", None)
-        return (
-            lambda cancelled: self._answer(messages, stop, kwargs, cancelled)
-        ), self.timeout if timeout is None else timeout
+        timeout = self.timeout if timeout is None else timeout
+        if timeout is not None and (
+            isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout != timeout
+        ):
+            raise ConfigError(f"timeout = {timeout!r:.80}: must be a number of seconds")
+        return (lambda cancelled: self._answer(messages, stop, kwargs, cancelled)), timeout
 
     def _stream(
         self,

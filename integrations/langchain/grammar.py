@@ -38,6 +38,8 @@ def answer_form(
     ConfigError
         An argument is malformed, or ``tool_choice`` names no tool.
     """
+    if tools is not None and not isinstance(tools, (list, tuple)):
+        raise ConfigError(f"tools must be a list of tools, got {type(tools).__name__}")
     if tools and tool_choice != "none":
         return _tool_form([_function(tool) for tool in tools], tool_choice, parallel_tool_calls)
     if response_format is not None:
@@ -130,7 +132,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(response_format: dict[str, Any]) -> dict[str, Any] | None:
-    kind = response_format.get("type")
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
@@ -146,4 +148,7 @@ def _schema(response_format: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"a schema or tool is no JSON, or nested too deep: {error}") from error

@@ -15,7 +15,7 @@ from typing import Any
 from langchain_core.documents import Document as LCDocument
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, FunctionMessage, ToolMessage
 
-from cachegen_rag.cache import as_document
+from cachegen_rag.cache import as_document, listed
 from cachegen_rag.errors import ConfigError
 from cachegen_rag.prompt import MIN_MATCH_CHARS, Document, KnownTexts, Message, with_documents
 
@@ -39,7 +39,7 @@ def convert(
     ConfigError
         A message holds what a text model cannot read (an image, audio, a file), or a document is no text.
     """
-    given = [_document(item) for item in documents or ()]
+    given = [] if documents is None else [_document(item) for item in listed(documents)]
     turns = [_message(message, is_stored) for message in messages]
     text = "\n".join(part if isinstance(part, str) else part.text for turn in turns for part in turn.parts)
     missing = [document for document in given if document.text and document.text not in text]
@@ -76,6 +76,8 @@ def _parts(message: BaseMessage, is_stored: Callable[[str], bool]) -> Iterable[s
     several = sum(block.get("type") == "text" for block in blocks) > 1
     for block in blocks:
         kind, text = block.get("type"), block.get("text")
+        if kind is not None and not isinstance(kind, str):
+            raise ConfigError(f"the type of a content block must be a text, got {type(kind).__name__}")
         if kind == "text-plain" and isinstance(text, str):
             yield Document(text, block.get("id") or block.get("title"))
         elif isinstance(text, str) and kind in ("text", None):
@@ -110,5 +112,8 @@ def _instruct(turns: list[Message], instructions: str) -> list[Message]:
 
 def tool_call_text(name: str, arguments: object) -> str:
     """A tool call as the model writes it."""
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    try:
+        call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the arguments of a call of {name!r:.80} are no JSON: {error}") from error
     return f"<tool_call>\n{call}\n</tool_call>"

@@ -364,3 +364,9 @@ async def test_a_deadline(tiny_llm: Any) -> None:
     with pytest.raises(TimeoutError, match=r"0\.01 s"):
         await tiny_llm.model_copy(update={"timeout": 0.01}).ainvoke("river " * 500, max_tokens=1000)
     assert tiny_llm.invoke("hi", timeout=60).content
+
+
+@pytest.mark.parametrize("timeout", ["x", True, float("nan")])
+def test_a_timeout_is_a_number(tiny_llm: Any, timeout: Any) -> None:
+    with pytest.raises(ConfigError, match="timeout"):
+        tiny_llm.invoke("hello", timeout=timeout)

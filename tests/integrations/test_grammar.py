@@ -8,6 +8,10 @@ from pydantic import BaseModel
 from cachegen_rag.errors import ConfigError
 from cachegen_rag.integrations.langchain.grammar import answer_form, parse_calls, schema_grammar, tool_grammar
 
+DEEP: dict[str, object] = {"type": "object"}
+for _ in range(3000):
+    DEEP = {"type": "array", "items": DEEP}
+
 
 class Inner(BaseModel):
     words: list[str]
@@ -147,6 +151,9 @@ def test_calls_are_read_back():
         {"tools": [{"name": "x"}], "tool_choice": "any"},
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_schema"}},
+        {"response_format": 5},
+        {"tools": 5},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/$defs/none"}}}},
     ],

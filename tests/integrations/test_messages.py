@@ -175,3 +175,16 @@ def test_a_document_must_be_text():
 def test_a_role_that_could_be_markup_is_refused(role):
     with pytest.raises(ConfigError, match="role must be"):
         made([ChatMessage(role=role, content="x")])
+
+
+@pytest.mark.parametrize("documents", ["abc", 5, {"page_content": A}, LCDocument(page_content=A)], ids=repr)
+def test_what_is_no_list_of_documents(documents):
+    with pytest.raises(ConfigError, match="documents must be a list"):
+        made([HumanMessage("q")], documents)
+
+
+def test_a_block_of_no_type_and_arguments_that_are_no_json():
+    with pytest.raises(ConfigError, match="type of a content block"):
+        made([HumanMessage([{"type": ["a"], "text": "x"}])])
+    with pytest.raises(ConfigError, match="no JSON"):
+        made([AIMessage("", tool_calls=[{"name": "f", "args": {"a": {1, 2}}, "id": "1"}])])

@@ -88,6 +88,14 @@ def test_an_open_directory_is_made_private(tmp_path):
 
 
 class TestOpening:
+    @pytest.mark.parametrize(
+        "url",
+        [None, 5, b"x", "", "file:relative", "memory://name", "memory:x", "/tmp/a\0b", "/tmp/\ud800", "file:///a%00b"],
+    )
+    def test_what_names_no_store(self, url):
+        with pytest.raises(ConfigError, match="store"):
+            open_store(url)
+
     def test_a_directory_with_other_things_is_left_alone(self, tmp_path):
         (tmp_path / "thesis.tex").write_text("precious")
         with pytest.raises(StoreUnavailableError, match=r"thesis\.tex"):

@@ -143,6 +143,9 @@ class TestURLs:
             open_store("https://host", token="a", auth=("b", "c"))
         with pytest.raises(ConfigError, match="above 0"):
             open_store("https://host", timeout=0)
+        for wrong in ({"auth": ("x",)}, {"auth": "u:p"}, {"timeout": "5"}, {"attempts": 1.5}, {"connections": "x"}):
+            with pytest.raises(ConfigError, match=next(iter(wrong))):
+                open_store("https://host", **wrong)
         with pytest.raises(ConfigError, match="header") as caught:
             open_store("https://host", token=f"{CANARY}\r\nX: y")
         assert CANARY not in str(caught.value)
