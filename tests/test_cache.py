@@ -18,6 +18,8 @@ from cachegen_rag.errors import ConfigError, ContextOverflowError, StoreUnavaila
 from cachegen_rag.manifest import Manifest
 from cachegen_rag.prompt import Document, Prompt
 from cachegen_rag.stores.memory import MemoryStore
+from cachegen_rag.streaming.costs import Costs
+from cachegen_rag.streaming.pipeline import Loader
 
 WORDS = "river city king science stone name where what the a of and document question answer passage cache key".split()
 TEXTS = [" ".join(WORDS[(i * 7 + j * (i + 3)) % len(WORDS)] for j in range(90)) for i in range(4)]
@@ -226,7 +228,14 @@ def test_closing_the_cache_never_fails_or_hangs_a_request(tiny_model: Any, profi
             return super().get(namespace, key, **options)
 
     closing = threading.Event()
-    cache = KVCache(tiny_model, Slow(), profile=profile, chunk_tokens=16)
+    # Costs that nothing is known of: the store is asked, however fast this machine computes.
+    cache = KVCache(
+        tiny_model,
+        Slow(),
+        profile=profile,
+        chunk_tokens=16,
+        loader=lambda store, name: Loader(store, name, costs=Costs()),
+    )
     cache.prefill(TEXTS[:2])
     prompt = ask(cache, TEXTS[:2])
     text, _ = answer(cache, prompt, spliced=False)
