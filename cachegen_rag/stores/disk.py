@@ -331,7 +331,7 @@ def _check_marker(directory: str) -> None:
         version = json.loads(text)["format"]
         if type(version) is not int or version < 1:
             raise ValueError(version)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreFormatError(
             f"{path} does not say which format the store has; delete the directory to begin anew"
         ) from error

@@ -132,7 +132,7 @@ class TestOpening:
             open_store(tmp_path / "store")
 
     @pytest.mark.parametrize(
-        "text", ["", "nonsense", "[]", '{"format": "1"}', '{"format": true}', '{"format": 0}', "1" * 9000]
+        "text", ["", "nonsense", "[]", '{"format": "1"}', '{"format": true}', '{"format": 0}', "1" * 9000, "[" * 4000]
     )
     def test_a_damaged_marker(self, tmp_path, text):
         open_store(tmp_path / "store").close()
