@@ -25,8 +25,8 @@ notebooks: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p cachegen_rag
-	$(BIN)/lint-imports
+	$(BIN)/mypy cachegen_rag kernels integrations
+	$(BIN)/python -P -m pytest -q tests/test_packaging.py -k point_down
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -70,21 +71,17 @@ def test_the_base_install_never_loads_what_is_an_extra() -> None:
     assert not loaded_after(statement) & {"torch", "triton", "transformers"}
 
 
-def test_every_source_file_is_in_the_wheel(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        "-w",
-        str(tmp_path),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--no-deps", "--no-build-isolation", "-q", "-w", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
     wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "cachegen_rag").rglob("*.py")}
     for folder in ("kernels", "integrations"):
@@ -92,3 +89,18 @@ def test_every_source_file_is_in_the_wheel(tmp_path: Path) -> None:
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "cachegen_rag" / "data").rglob("*") if path.is_file()}
     wanted.add("cachegen_rag/py.typed")
     assert not {path for path in wanted if "__pycache__" not in path} - packed
+
+
+def test_imports_point_down_only(wheel: Path, tmp_path: Path) -> None:
+    """The layers of pyproject.toml, checked in the wheel: only there do all folders stand in their places."""
+    pytest.importorskip("importlinter")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(ROOT / "pyproject.toml")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
