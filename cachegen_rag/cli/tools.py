@@ -30,8 +30,10 @@ from cachegen_rag.cli.app import (
     table,
 )
 from cachegen_rag.cli.corpus import find_files, shipped_corpus, split_file
+from cachegen_rag.config import Settings
 from cachegen_rag.errors import CacheGenError, ConfigError
-from cachegen_rag.opening import open_model, open_settings_store
+from cachegen_rag.models.base import KVModel
+from cachegen_rag.opening import open_cache, open_model, open_settings_store
 
 OutFile = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result to this file.", metavar="FILE")]
 
@@ -259,10 +261,23 @@ def _model_facts(settings: Any) -> dict[str, Any]:
             "chat_template": engine.chat_template is not None,
             "spliced": engine.refusal is None,
             "refusal": engine.refusal,
+            "gate": _gate(settings, engine) if engine.refusal is None else None,
             "fingerprint": engine.fingerprint.digest().hex(),
         }
     finally:
         engine.close()
+
+
+def _gate(settings: Settings, engine: KVModel) -> str:
+    """What was measured of splicing this model, if anything was; see :mod:`cachegen_rag.gate`."""
+    cache = open_cache(settings, model=engine)
+    try:
+        gate, reason = cache.gate.gate, cache.gate.refusal()
+    finally:
+        cache.close()
+    if gate is None or gate.budget is None:
+        return reason or "not measured: KVCache.calibrate_gate() measures what splicing costs this model"
+    return f"open, {gate.budget:.0%} recomputed: KL {min(gate.kl.values()):.3f} at best over {gate.questions} questions"
 
 
 @command()
