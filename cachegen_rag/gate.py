@@ -28,6 +28,7 @@ from cachegen_rag.errors import (
     DeadlineExceededError,
     FingerprintMismatchError,
     ProfileError,
+    StoreUnavailableError,
 )
 from cachegen_rag.fingerprint import ModelFingerprint, document_key
 from cachegen_rag.kv import KV
@@ -272,6 +273,12 @@ class Keeper:
                 try:
                     self._gate = load(self._store, fingerprint, self._salt, deadline=deadline)
                     self._known, self._unreadable = True, None
+                except (StoreUnavailableError, DeadlineExceededError) as error:
+                    # Whoever filled a tier asked for the gate before the documents: one that exists lies there too.
+                    tiered = getattr(self._store, "local", None) is not None
+                    self._unreadable = None if tiered else _unreadable(error)
+                    self._retry_at = time.monotonic() + RETRY_SECONDS
+                    log.warning("%s", _unreadable(error))
                 except (CacheGenError, ValueError) as error:
                     self._unreadable = _unreadable(error)
                     self._retry_at = time.monotonic() + RETRY_SECONDS
