@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CG_ABI 2
+#define CG_ABI 3
 #define LANES 32           /* rANS states of a stream; column c belongs to lane c % 32 */
 #define GROUP 32           /* columns of symbols are padded to a multiple of this */
 #define PROB_BITS 12       /* frequencies of a symbol model sum to 4096 */
@@ -38,6 +38,12 @@
 #define CLONES __attribute__((target_clones("avx2", "default")))
 #else
 #define CLONES
+#endif
+
+#if defined(__GNUC__)
+#define NOINLINE __attribute__((noinline)) /* keeps its few variables in registers */
+#else
+#define NOINLINE
 #endif
 
 enum { CG_OK = 0, CG_TRUNCATED = -1, CG_CORRUPT = -2, CG_MEMORY = -3 };
@@ -322,19 +328,92 @@ CLONES API int64_t cg_quantize(const float *components, int64_t rows, int64_t wi
 
 /* ---- from symbols to rows ---- */
 
+/* Most symbols are 0: a token's others are listed, and each adds a multiple of a basis row. Bases are int8 (as the
+ * profile stores them; their units are in the values) and tiled, [width / TILE][rows][TILE], so that a tile stays in the
+ * first-level cache while a block's tokens pass. What is dense, a cell's joint part, is a small matrix product. */
+#define TILE 64  /* columns of a basis that are summed at a time */
+#define BLOCK 48 /* tokens at a time: a multiple of 4, 6 and 8; small enough that a block's buffers stay in the cache */
 
-/* C[rows][n] = I + A[rows][k] * B[k][n], where I is one row for all (ldi = 0) or C itself. rows is a multiple of
- * BLOCK's divisors (4, 6, 8), n of 16; buffers are padded by their owner. */
-#define BLOCK 48 /* tokens transformed at a time: small enough that a block's buffers stay in the cache */
+/* What a column of symbols stands for: row `row` of the basis of part `part` (0: the joint one, i + 1: cell i's tail, the
+ * number of cells + 1: nothing), and how symbols become values: sign(s) * (|s| - shrink[|s| > 1]) * scale. */
+typedef struct {
+  float scale, shrink[2];
+  int32_t part, row;
+} Column;
+
+typedef struct {
+  int32_t at;  /* TILE * row of the basis */
+  float value; /* what the row is multiplied with */
+} Term;
+
+/* out[TILE] = init + the sum of a token's terms in one tile. */
+static void add_terms_portable(const Term *term, int64_t n, const int8_t *tile, const float *init, float *out) {
+  float sum[TILE];
+  memcpy(sum, init, sizeof sum);
+  for (int64_t i = 0; i < n; i++) {
+    const int8_t *row = tile + term[i].at;
+    for (int j = 0; j < TILE; j++) sum[j] += term[i].value * (float)row[j];
+  }
+  memcpy(out, sum, sizeof sum);
+}
+
+#if CG_X86
+__attribute__((target("avx2,fma"))) static void add_terms_avx2(const Term *term, int64_t n, const int8_t *tile,
+                                                               const float *init, float *out) {
+  __m256 sum[TILE / 8];
+  for (int j = 0; j < TILE / 8; j++) sum[j] = _mm256_loadu_ps(init + 8 * j);
+  for (int64_t i = 0; i < n; i++) {
+    const int8_t *row = tile + term[i].at;
+    __m256 v = _mm256_set1_ps(term[i].value);
+    for (int j = 0; j < TILE / 8; j++) {
+      __m256i b = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(row + 8 * j)));
+      sum[j] = _mm256_fmadd_ps(v, _mm256_cvtepi32_ps(b), sum[j]);
+    }
+  }
+  for (int j = 0; j < TILE / 8; j++) _mm256_storeu_ps(out + 8 * j, sum[j]);
+}
+
+__attribute__((target("avx512f"))) static void add_terms_avx512(const Term *term, int64_t n, const int8_t *tile,
+                                                                const float *init, float *out) {
+  __m512 sum[TILE / 16];
+  for (int j = 0; j < TILE / 16; j++) sum[j] = _mm512_loadu_ps(init + 16 * j);
+  for (int64_t i = 0; i < n; i++) {
+    const int8_t *row = tile + term[i].at;
+    __m512 v = _mm512_set1_ps(term[i].value);
+    for (int j = 0; j < TILE / 16; j++) {
+      __m512i b = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(row + 16 * j)));
+      sum[j] = _mm512_fmadd_ps(v, _mm512_cvtepi32_ps(b), sum[j]);
+    }
+  }
+  for (int j = 0; j < TILE / 16; j++) _mm512_storeu_ps(out + 16 * j, sum[j]);
+}
+#endif
+
+static inline void add_terms(const Term *term, int64_t n, const int8_t *tile, const float *init, float *out) {
+#if CG_X86
+  if (isa == 2) {
+    add_terms_avx512(term, n, tile, init, out);
+    return;
+  }
+  if (isa == 1) {
+    add_terms_avx2(term, n, tile, init, out);
+    return;
+  }
+#endif
+  add_terms_portable(term, n, tile, init, out);
+}
+
+/* C[rows][n] = I + A[rows][k] * B[k][n], where I is one row for all. rows is a multiple of BLOCK's divisors (4, 6, 8),
+ * n of 16; buffers are padded by their owner. */
 #define GEMM(NAME, TARGET, WIDTH, TILE)                                                                               \
   typedef float NAME##_v __attribute__((vector_size(WIDTH * 4), aligned(4)));                                         \
   TARGET static void NAME(int64_t rows, int64_t n, int64_t k, const float *a, int64_t lda, const float *b,            \
-                          int64_t ldb, const float *init, int64_t ldi, float *c, int64_t ldc) {                       \
+                          int64_t ldb, const float *init, float *c, int64_t ldc) {                       \
     for (int64_t j = 0; j < n; j += 16)                                                                               \
       for (int64_t i = 0; i < rows; i += TILE) {                                                                      \
         NAME##_v acc[TILE][16 / WIDTH];                                                                               \
         for (int r = 0; r < TILE; r++)                                                                                \
-          for (int u = 0; u < 16 / WIDTH; u++) acc[r][u] = *(const NAME##_v *)(init + (i + r) * ldi + j + u * WIDTH); \
+          for (int u = 0; u < 16 / WIDTH; u++) acc[r][u] = *(const NAME##_v *)(init + j + u * WIDTH);             \
         const float *pa = a + i * lda, *pb = b + j;                                                                   \
         for (int64_t p = 0; p < k; p++, pb += ldb) {                                                                  \
           NAME##_v y[16 / WIDTH];                                                                                     \
@@ -353,18 +432,18 @@ GEMM(gemm_avx512, __attribute__((target("avx512f"))), 16, 8)
 #endif
 
 static void gemm(int64_t rows, int64_t n, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
-                 const float *init, int64_t ldi, float *c, int64_t ldc) {
+                 const float *init, float *c, int64_t ldc) {
 #if CG_X86
   if (isa == 2) {
-    gemm_avx512(rows, n, k, a, lda, b, ldb, init, ldi, c, ldc);
+    gemm_avx512(rows, n, k, a, lda, b, ldb, init, c, ldc);
     return;
   }
   if (isa == 1) {
-    gemm_avx2(rows, n, k, a, lda, b, ldb, init, ldi, c, ldc);
+    gemm_avx2(rows, n, k, a, lda, b, ldb, init, c, ldc);
     return;
   }
 #endif
-  gemm_portable(rows, n, k, a, lda, b, ldb, init, ldi, c, ldc);
+  gemm_portable(rows, n, k, a, lda, b, ldb, init, c, ldc);
 }
 
 /* Round to nearest even, as the hardware does; the caller has clamped to the finite range. */
@@ -410,91 +489,146 @@ static void store_half(const float *v, int64_t n, uint16_t *out) {
   store_half_portable(v, n, out);
 }
 
+/* Rotate a head's leading channels, `2 * pairs` of them in interleaved pairs: v[i] * turn[i] + v[i ^ 1] * cross[i]. */
+static void rotate_portable(const float *v, const float *turn, const float *cross, int64_t channels, float *out) {
+  for (int64_t i = 0; i < channels; i += 2) {
+    out[i] = v[i] * turn[i] + v[i + 1] * cross[i];
+    out[i + 1] = v[i + 1] * turn[i + 1] + v[i] * cross[i + 1];
+  }
+}
+
+#if CG_X86
+__attribute__((target("avx2,fma"))) static void rotate_avx2(const float *v, const float *turn, const float *cross,
+                                                            int64_t channels, float *out) {
+  int64_t i = 0;
+  for (; i + 8 <= channels; i += 8) {
+    __m256 x = _mm256_loadu_ps(v + i);
+    __m256 other = _mm256_mul_ps(_mm256_permute_ps(x, 0xb1), _mm256_loadu_ps(cross + i));
+    _mm256_storeu_ps(out + i, _mm256_fmadd_ps(x, _mm256_loadu_ps(turn + i), other));
+  }
+  rotate_portable(v + i, turn + i, cross + i, channels - i, out + i);
+}
+#endif
+
+static void rotate(const float *v, const float *turn, const float *cross, int64_t channels, float *out) {
+#if CG_X86
+  if (isa >= 1) {
+    rotate_avx2(v, turn, cross, channels, out);
+    return;
+  }
+#endif
+  rotate_portable(v, turn, cross, channels, out);
+}
+
 /* One cell of a block: the channels of some heads of one layer, keys or values. */
 typedef struct {
-  const float *basis; /* [joint + own][width]: rows for the joint part, then for the cell's own components */
+  const float *head;  /* [joint][width]: basis rows of the joint part, in channels */
+  const int8_t *tail; /* [tiles][own][TILE]: basis rows of the cell's own components */
   const float *mean;  /* [width] */
   char *rows;         /* where token 0's first head goes */
   int64_t token_stride, head_stride; /* bytes; channels are contiguous */
   int64_t own;        /* components of the cell's own that this level codes */
-  int64_t heads, dim, width; /* width = heads * dim rounded up to 16 */
+  int64_t heads, dim, width; /* width = heads * dim rounded up to TILE */
   int64_t rotary;     /* channels of a head to rotate, 0 for values */
 } Cell;
 
-/* Rotate a head's leading channels, interleaved pairs in; out interleaved, or split in halves. */
-static void rotate(const float *v, const float *cosine, const float *sine, int64_t pairs, int halves, float *out) {
-  if (halves)
-    for (int64_t i = 0; i < pairs; i++) {
-      float e = v[2 * i], o = v[2 * i + 1];
-      out[i] = e * cosine[i] - o * sine[i];
-      out[pairs + i] = e * sine[i] + o * cosine[i];
+/* A bit for every of 32 symbols that is not 0. */
+static inline uint32_t nonzero(const int8_t *symbols) {
+#if CG_X86
+  const __m128i zero = _mm_setzero_si128();
+  __m128i low = _mm_cmpeq_epi8(_mm_loadu_si128((const __m128i *)symbols), zero);
+  __m128i high = _mm_cmpeq_epi8(_mm_loadu_si128((const __m128i *)(symbols + 16)), zero);
+  return ~((uint32_t)_mm_movemask_epi8(low) | (uint32_t)_mm_movemask_epi8(high) << 16);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; i++) bits |= (uint32_t)(symbols[i] != 0) << i;
+  return bits;
+#endif
+}
+
+/* Lists the terms of a token, part by part. A part's list has room for all its components; next[part] is where it begins,
+ * and afterwards ends. Returns the number of escapes that were used up. */
+NOINLINE static int64_t list_terms(const int8_t *symbols, const Column *column, int64_t columns, int64_t first,
+                                   const int64_t *escape_at, const int32_t *escape_value, int64_t escapes, float gain,
+                                   Term *term, int32_t *next) {
+  int64_t e = 0;
+  for (int64_t group = 0; group < columns; group += GROUP)
+    for (uint32_t bits = nonzero(symbols + group); bits; bits &= bits - 1) {
+      int64_t c = group + __builtin_ctz(bits);
+      const Column *to = column + c;
+      int v = symbols[c], sign = v >> 31, m = (v ^ sign) - sign; /* signs are random: no branch on them */
+      float size = (float)m - to->shrink[m > 1];
+      size *= (float)(2 * sign + 1);
+      if (v == ESCAPE && e < escapes && escape_at[e] == first + c) size = (float)escape_value[e++];
+      term[next[to->part]++] = (Term){TILE * to->row, size * to->scale * gain};
     }
-  else
-    for (int64_t i = 0; i < pairs; i++) {
-      float e = v[2 * i], o = v[2 * i + 1];
-      out[2 * i] = e * cosine[i] - o * sine[i];
-      out[2 * i + 1] = e * sine[i] + o * cosine[i];
-    }
+  return e;
 }
 
 /* Symbols of one block to rows of the engine's cache.
  *
- * symbols [rows][columns]; escapes: indices into symbols, and values. Value of symbol s of column c: sign(s) *
- * (|s| - shrink[2 c + (|s| > 1)]) * step[c], put at place[c] of a token's coefficients: `active` joint components,
- * then the own components of each cell in turn; all of a token's are multiplied by gain[token]. joint_basis [active][joint_width], joint_width = cells * joint
- * rounded up to 16. cosine, sine [rows][rotary / 2]. half_out: rows are fp16, else float32. */
-API int cg_reconstruct(const int8_t *symbols, int64_t rows, int64_t columns, const int64_t *escape_at,
-                       const int32_t *escape_value, int64_t escapes, const float *gain, const float *shrink,
-                       const float *step,
-                       const int32_t *place, int64_t coefficients, const float *joint_basis, int64_t active,
-                       int64_t joint, int64_t joint_width, const Cell *cells, int64_t n_cells, const float *cosine,
-                       const float *sine, int halves, int half_out) {
-  int64_t widest = 0, longest = 0;
+ * symbols [rows][columns]; escapes: indices into symbols (increasing), and values; a token's values are multiplied by
+ * gain[token]. joint_basis [tiles][active][TILE], joint_width = cells * joint rounded up to TILE. cosine, sine
+ * [rows][rotary / 2]. halves: rotary pairs are (i, i + rotary / 2) in the output. half_out: rows are fp16, else float32.
+ */
+API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column, int64_t columns,
+                       const int64_t *escape_at, const int32_t *escape_value, int64_t escapes, const float *gain,
+                       const int8_t *joint_basis, int64_t active, int64_t joint, int64_t joint_width, const Cell *cells,
+                       int64_t n_cells, const float *cosine, const float *sine, int halves, int half_out) {
+  int64_t widest = 0, longest = 0, pairs = 0, parts = n_cells + 2;
   for (int64_t i = 0; i < n_cells; i++) {
     if (cells[i].width > widest) widest = cells[i].width;
     if (cells[i].dim > longest) longest = cells[i].dim;
+    if (cells[i].rotary > 2 * pairs) pairs = cells[i].rotary / 2;
   }
-  float *zeros = calloc((size_t)joint_width + 1, 4);
-  float *z = calloc((size_t)(BLOCK * coefficients) + 1, 4);
+  int32_t *base = calloc((size_t)parts, sizeof *base), *end = malloc((size_t)(BLOCK * parts) * sizeof *end);
+  Term *term = malloc((size_t)(BLOCK * columns + 1) * sizeof *term); /* a column has one place: columns are enough */
+  float *zeros = calloc(TILE, 4);
   float *y = calloc((size_t)(BLOCK * joint_width) + 1, 4);
   float *x = calloc((size_t)(BLOCK * widest) + 1, 4);
-  float *turned = calloc((size_t)longest + 1, 4);
+  float *turn = malloc((size_t)(2 * BLOCK * pairs) * 4 + 4), *cross = malloc((size_t)(2 * BLOCK * pairs) * 4 + 4);
+  float *turned = malloc((size_t)longest * 4 + 4), *split = malloc((size_t)longest * 4 + 4);
+  int result = base && end && term && zeros && y && x && turn && cross && turned && split ? CG_OK : CG_MEMORY;
+  if (result == CG_OK) {
+    base[1] = (int32_t)active;
+    for (int64_t i = 0; i < n_cells; i++) base[i + 2] = base[i + 1] + (int32_t)cells[i].own;
+  }
   int64_t e = 0;
-  int result = zeros && z && y && x && turned ? CG_OK : CG_MEMORY;
   for (int64_t first = 0; result == CG_OK && first < rows; first += BLOCK) {
     int64_t n = rows - first < BLOCK ? rows - first : BLOCK, padded = (n + 23) / 24 * 24;
     for (int64_t t = 0; t < n; t++) {
-      const int8_t *s = symbols + (first + t) * columns;
-      float g = gain[first + t], *out = z + t * coefficients;
-      for (int64_t c = 0; c < columns; c++) {
-        int v = s[c], m = v < 0 ? -v : v;
-        float shrunk = (float)m - shrink[2 * c + (m > 1)];
-        out[place[c]] = v ? (v < 0 ? -shrunk : shrunk) * step[c] * g : 0.0f;
-      }
+      memcpy(end + t * parts, base, (size_t)parts * sizeof *base);
+      e += list_terms(symbols + (first + t) * columns, column, columns, (first + t) * columns, escape_at + e,
+                      escape_value + e, escapes - e, gain[first + t], term + t * columns, end + t * parts);
     }
-    for (; e < escapes && escape_at[e] < (first + n) * columns; e++) {
-      int64_t c = escape_at[e] % columns, t = escape_at[e] / columns - first;
-      z[t * coefficients + place[c]] = (float)escape_value[e] * step[c] * gain[first + t];
+    for (int64_t i = 0; i < n * pairs; i++) {
+      turn[2 * i] = turn[2 * i + 1] = cosine[first * pairs + i];
+      cross[2 * i] = -sine[first * pairs + i];
+      cross[2 * i + 1] = sine[first * pairs + i];
     }
-    gemm(padded, joint_width, active, z, coefficients, joint_basis, joint_width, zeros, 0, y, joint_width);
-    int64_t own = active;
+    for (int64_t j = 0; j < joint_width; j += TILE)
+      for (int64_t t = 0; t < n; t++)
+        add_terms(term + t * columns, end[t * parts], joint_basis + j * active, zeros, y + t * joint_width + j);
     for (int64_t i = 0; i < n_cells; i++) {
       const Cell *cell = cells + i;
-      gemm(padded, cell->width, joint, y + i * joint, joint_width, cell->basis, cell->width, cell->mean, 0, x,
-           cell->width);
-      if (cell->own)
-        gemm(padded, cell->width, cell->own, z + own, coefficients, cell->basis + joint * cell->width, cell->width, x,
-             cell->width, x, cell->width);
-      own += cell->own;
-      int64_t pairs = cell->rotary / 2;
+      gemm(padded, cell->width, joint, y + i * joint, joint_width, cell->head, cell->width, cell->mean, x, cell->width);
+      for (int64_t j = 0; cell->own && j < cell->width; j += TILE)
+        for (int64_t t = 0; t < n; t++)
+          add_terms(term + t * columns + base[i + 1], end[t * parts + i + 1] - base[i + 1],
+                    cell->tail + j * cell->own, x + t * cell->width + j, x + t * cell->width + j);
       for (int64_t t = 0; t < n; t++)
         for (int64_t h = 0; h < cell->heads; h++) {
-          float *v = x + t * cell->width + h * cell->dim;
+          const float *v = x + t * cell->width + h * cell->dim;
           char *to = cell->rows + (first + t) * cell->token_stride + h * cell->head_stride;
-          if (pairs) {
-            rotate(v, cosine + (first + t) * pairs, sine + (first + t) * pairs, pairs, halves, turned);
-            memcpy(turned + 2 * pairs, v + 2 * pairs, (size_t)(cell->dim - 2 * pairs) * 4);
-            v = turned;
+          if (cell->rotary) {
+            float *out = turned;
+            rotate(v, turn + 2 * t * pairs, cross + 2 * t * pairs, 2 * pairs, out);
+            if (halves) {
+              for (int64_t k = 0; k < pairs; k++) split[k] = turned[2 * k], split[pairs + k] = turned[2 * k + 1];
+              out = split;
+            }
+            memcpy(out + 2 * pairs, v + 2 * pairs, (size_t)(cell->dim - 2 * pairs) * 4);
+            v = out;
           }
           if (half_out)
             store_half(v, cell->dim, (uint16_t *)to);
@@ -503,10 +637,15 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, int64_t columns, con
         }
     }
   }
+  free(base);
+  free(end);
+  free(term);
   free(zeros);
-  free(z);
   free(y);
   free(x);
+  free(turn);
+  free(cross);
   free(turned);
+  free(split);
   return result;
 }

@@ -6,7 +6,9 @@ Everything here releases the GIL while it computes: chunks are decoded side by s
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,9 @@ from cachegen_rag.kernels.reference import (
     Rows,
     SymbolModels,
 )
+
+TILE = 64
+"""Columns of a basis that the C kernel sums at a time."""
 
 _PROBLEMS = {-1: "the stream ends early", -2: "the stream is inconsistent", -3: "out of memory"}
 
@@ -94,6 +99,41 @@ def quantize(components: NDArray[np.float32], quantizer: Quantizer) -> tuple[NDA
         room = rows * columns + 1
 
 
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """A block's transform as the C kernel reads it.
+
+    columns : ``Column`` of codec.c. heads : the joint rows of each cell's basis; tails : the others, tiled.
+    """
+
+    columns: NDArray[np.void]
+    joint_basis: NDArray[np.int8]
+    heads: list[NDArray[np.float32]]
+    tails: list[NDArray[np.int8]]
+    means: list[NDArray[np.float32]]
+
+    @staticmethod
+    def of(transform: BlockTransform) -> _Layout:
+        joint, place = transform.joint, transform.place
+        sizes = [transform.active, *(cell.own for cell in transform.cells), 1]  # the last one: padding columns
+        units = [transform.joint_unit, *(cell.unit[joint : joint + cell.own] for cell in transform.cells), [0.0]]
+        columns = np.zeros(len(place), native.COLUMN)
+        columns["scale"] = transform.step * np.concatenate(units)[place]
+        columns["shrink"] = transform.shrink
+        columns["part"] = np.repeat(np.arange(len(sizes)), sizes)[place]
+        columns["row"] = np.concatenate([np.arange(size) for size in sizes])[place]
+        return _Layout(
+            columns,
+            _tiled(transform.joint_basis),
+            [_padded(cell.matrix[:joint]) for cell in transform.cells],
+            [_tiled(cell.basis[joint : joint + cell.own]) for cell in transform.cells],
+            [_padded(cell.mean) for cell in transform.cells],
+        )
+
+
+_layouts: WeakKeyDictionary[BlockTransform, _Layout] = WeakKeyDictionary()
+
+
 def reconstruct(
     symbols: NDArray[np.int8], escapes: Escapes, transform: BlockTransform, rows: Rows, gain: NDArray[np.float32]
 ) -> None:
@@ -102,26 +142,41 @@ def reconstruct(
     if lib is None or not all(_plain(a) for a in rows.arrays):
         reference.reconstruct(symbols, escapes, transform, rows, gain)
         return
+    layout = _layouts.get(transform)
+    if layout is None:
+        layout = _layouts[transform] = _Layout.of(transform)
     cells = (native.Cell * len(transform.cells))()
-    for cell, out, to in zip(transform.cells, rows.arrays, cells, strict=True):
+    for i, (cell, out, to) in enumerate(zip(transform.cells, rows.arrays, cells, strict=True)):
         if out.shape != (len(symbols), cell.heads, cell.dim):
             raise KernelError(f"rows of shape {out.shape} for {(len(symbols), cell.heads, cell.dim)}")
-        to.basis, to.mean, to.rows = _at(cell.basis), _at(cell.mean), _at(out)
+        to.head, to.tail, to.mean, to.rows = map(_at, (layout.heads[i], layout.tails[i], layout.means[i], out))
         to.token_stride, to.head_stride, _ = out.strides
-        to.own, to.heads, to.dim, to.width = cell.own, cell.heads, cell.dim, len(cell.mean)
+        to.own, to.heads, to.dim, to.width = cell.own, cell.heads, cell.dim, len(layout.means[i])
         to.rotary = 0 if cell.is_value else 2 * rows.cosine.shape[1]
     gain = np.ascontiguousarray(gain, np.float32)
     cosine, sine = np.ascontiguousarray(rows.cosine), np.ascontiguousarray(rows.sine)
     half = {a.dtype for a in rows.arrays} == {np.dtype(np.float16)}
     result = lib.cg_reconstruct(
-        _at(symbols), *symbols.shape, _at(escapes.at), _at(escapes.value), len(escapes.at), _at(gain),
-        _at(transform.shrink),
-        _at(transform.step), _at(transform.place), transform.coefficients, _at(transform.joint_basis),
-        transform.active, transform.joint, transform.joint_basis.shape[1], cells, len(transform.cells),
-        _at(cosine), _at(sine), int(rows.halves), int(half),
+        _at(symbols), len(symbols), _at(layout.columns), len(layout.columns),
+        _at(escapes.at), _at(escapes.value), len(escapes.at), _at(gain),
+        _at(layout.joint_basis), transform.active, transform.joint, len(layout.joint_basis) * TILE,
+        cells, len(transform.cells), _at(cosine), _at(sine), int(rows.halves), int(half),
     )  # fmt: skip
     if result:
         raise MemoryError("no memory for the buffers of one block")
+
+
+def _padded(array: NDArray[np.float32]) -> NDArray[np.float32]:
+    """With zero channels added until their number is a multiple of a tile's."""
+    extra = -array.shape[-1] % TILE
+    return np.ascontiguousarray(np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, extra)]), np.float32)
+
+
+def _tiled(basis: NDArray[np.int8]) -> NDArray[np.int8]:
+    """``[rows, channels]`` as ``[tiles, rows, TILE]``, padded with zeros."""
+    tiles = -(-basis.shape[1] // TILE)
+    padded = np.pad(basis, ((0, 0), (0, tiles * TILE - basis.shape[1])))
+    return np.ascontiguousarray(padded.reshape(len(basis), tiles, TILE).swapaxes(0, 1))
 
 
 def _plain(array: Any) -> bool:

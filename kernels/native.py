@@ -8,15 +8,22 @@ from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI = 2
+import numpy as np
+
+ABI = 3
 _INSTRUCTION_SETS = {"portable": 0, "avx2": 1, "avx512": 2}
+
+
+COLUMN = np.dtype([("scale", "f4"), ("shrink", "f4", 2), ("part", "i4"), ("row", "i4")])
+"""``Column`` of codec.c."""
 
 
 class Cell(ctypes.Structure):
     """``Cell`` of codec.c."""
 
     _fields_ = [
-        ("basis", ctypes.c_void_p),
+        ("head", ctypes.c_void_p),
+        ("tail", ctypes.c_void_p),
         ("mean", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
         ("token_stride", ctypes.c_int64),
@@ -60,7 +67,7 @@ def _load(path: Path, instruction_set: int) -> ctypes.CDLL | None:
     lib.cg_quantize.argtypes = [p, i64, i64, p, i64, f32, f32, p, p, p, p, p, i64]
     lib.cg_quantize.restype = i64
     lib.cg_reconstruct.argtypes = [
-        p, i64, i64, p, p, i64, p, p, p, p, i64, p, i64, i64, i64, p, i64, p, p, ctypes.c_int, ctypes.c_int
+        p, i64, p, i64, p, p, i64, p, p, i64, i64, i64, p, i64, p, p, ctypes.c_int, ctypes.c_int
     ]  # fmt: skip
     lib.cg_set_isa(instruction_set)
     return lib

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,11 +81,12 @@ class Columns:
 class CellTransform:
     """The channels of some heads of one layer, keys or values.
 
-    basis : float32 ``[joint + own, width]``. mean : float32 ``[width]``. ``width`` is ``heads * dim`` rounded up to
-    a multiple of 16. own : components of the cell's own that are coded at this level.
+    basis : int8 ``[joint + own or more, heads * dim]``, row ``i`` in units of ``unit[i]``. mean : float32
+    ``[heads * dim]``. own : components of the cell's own that are coded at this level.
     """
 
-    basis: NDArray[np.float32]
+    basis: NDArray[np.int8]
+    unit: NDArray[np.float32]
     mean: NDArray[np.float32]
     own: int
     layer: int
@@ -92,6 +94,12 @@ class CellTransform:
     head: int
     heads: int
     dim: int
+
+    @cached_property
+    def matrix(self) -> NDArray[np.float32]:
+        """The basis as float32."""
+        matrix: NDArray[np.float32] = self.basis * self.unit[:, None]
+        return matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,17 +109,24 @@ class BlockTransform:
     shrink : float32 ``[columns, 2]``, how far inside its interval a magnitude of 1, and of more, is reconstructed.
     step : float32 ``[columns]``. place : int32 ``[columns]``, where a column's value goes among ``coefficients``:
     ``active`` joint components first, then each cell's own; the last one is for padding columns.
-    joint_basis : float32 ``[active, joint_width]``, ``joint_width = cells * joint`` rounded up to 16.
+    joint_basis : int8 ``[active, cells * joint]``, row ``i`` in units of ``joint_unit[i]``.
     """
 
     shrink: NDArray[np.float32]
     step: NDArray[np.float32]
     place: NDArray[np.int32]
     coefficients: int
-    joint_basis: NDArray[np.float32]
+    joint_basis: NDArray[np.int8]
+    joint_unit: NDArray[np.float32]
     active: int
     joint: int
     cells: tuple[CellTransform, ...]
+
+    @cached_property
+    def joint_matrix(self) -> NDArray[np.float32]:
+        """The joint basis as float32."""
+        matrix: NDArray[np.float32] = self.joint_basis * self.joint_unit[:, None]
+        return matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,14 +273,14 @@ def reconstruct(
 ) -> None:
     """Dequantize a block, invert its transform, rotate the keys and write everything into ``rows``."""
     z = dequantize(symbols, escapes, transform, gain)
-    top = z[:, : transform.active] @ transform.joint_basis
+    top = z[:, : transform.active] @ transform.joint_matrix
     own = transform.active
     for i, (cell, out) in enumerate(zip(transform.cells, rows.arrays, strict=True)):
         joint = transform.joint
-        x = cell.mean + top[:, i * joint : (i + 1) * joint] @ cell.basis[:joint]
-        x += z[:, own : own + cell.own] @ cell.basis[joint : joint + cell.own]
+        x = cell.mean + top[:, i * joint : (i + 1) * joint] @ cell.matrix[:joint]
+        x += z[:, own : own + cell.own] @ cell.matrix[joint : joint + cell.own]
         own += cell.own
-        x = x[:, : cell.heads * cell.dim].reshape(len(z), cell.heads, cell.dim)
+        x = x.reshape(len(z), cell.heads, cell.dim)
         if not cell.is_value:
             x = _rotate(x, rows)
         out[...] = np.clip(x, -65504, 65504) if out.dtype == np.float16 else x

@@ -89,10 +89,10 @@ class LevelTables:
             place.append(to[transform.place])
             for i, cell in enumerate(transform.cells):
                 joint = transform.joint
-                top = transform.joint_basis[:, i * joint : (i + 1) * joint].astype(np.float64) @ cell.basis[:joint]
-                matrix = np.zeros((padded[0] + padded[i + 1], cell.basis.shape[1]), np.float32)
+                top = transform.joint_matrix[:, i * joint : (i + 1) * joint].astype(np.float64) @ cell.matrix[:joint]
+                matrix = np.zeros((padded[0] + padded[i + 1], cell.matrix.shape[1]), np.float32)
                 matrix[: len(top)] = top
-                matrix[padded[0] : padded[0] + cell.own] = cell.basis[joint : joint + cell.own]
+                matrix[padded[0] : padded[0] + cell.own] = cell.matrix[joint : joint + cell.own]
                 for h in range(cell.heads):
                     channels = slice(h * cell.dim, (h + 1) * cell.dim)
                     weights.append(_split(matrix[:, channels], half, cell.is_value).ravel())

@@ -21,12 +21,6 @@ from cachegen_rag.kernels.reference import CONTEXTS, GROUP, BlockTransform, Cell
 from cachegen_rag.kv import KV
 
 
-def _padded(matrix: NDArray[np.float32], multiple: int = 16) -> NDArray[np.float32]:
-    """``matrix`` with zero columns added until their number is a multiple."""
-    extra = -matrix.shape[-1] % multiple
-    return np.ascontiguousarray(np.pad(matrix, [(0, 0)] * (matrix.ndim - 1) + [(0, extra)]), dtype=np.float32)
-
-
 @dataclass(frozen=True, eq=False)
 class BlockCoder:
     """A block of a profile at one step size, ready to use: ``columns`` of symbols and the way back to channels.
@@ -71,14 +65,6 @@ class Transform:
         self._coders: dict[int, tuple[BlockCoder, ...]] = {}
 
     @cached_property
-    def _bases(self) -> list[tuple[NDArray[np.float32], list[NDArray[np.float32]], list[NDArray[np.float32]]]]:
-        """Per block: the joint basis, and the cells' bases and means, padded."""
-        return [
-            (_padded(b.joint_matrix), [_padded(c.matrix) for c in b.cells], [_padded(c.mean) for c in b.cells])
-            for b in self.profile.blocks
-        ]
-
-    @cached_property
     def _forward(self) -> list[tuple[NDArray[np.float32], list[NDArray[np.float32]]]]:
         """Per block: the inverses of the joint basis and of the cells' bases."""
 
@@ -110,7 +96,6 @@ class Transform:
 
     def _coder(self, index: int, step: int) -> BlockCoder:
         profile, block = self.profile, self.profile.blocks[index]
-        joint_basis, bases, means = self._bases[index]
         classes = block.scale.astype(np.int64) - step + CLASS_OF_ONE_STEP
         order = np.argsort(-classes, kind="stable")
         coded = int((classes >= 0).sum())
@@ -128,15 +113,19 @@ class Transform:
         place = np.where(real, starts[part] + order - bounds[part], starts[-1])
         size = np.float32(2.0 ** (step / 4))
         cells = tuple(
-            CellTransform(basis, mean, own, c.layer, c.is_value, c.head, c.heads, c.channels // c.heads)
-            for c, basis, mean, own in zip(block.cells, bases, means, taken[1:], strict=True)
-        )
+            CellTransform(
+                c.basis, c.unit, c.mean.astype(np.float32), own,
+                c.layer, c.is_value, c.head, c.heads, c.channels // c.heads,
+            )
+            for c, own in zip(block.cells, taken[1:], strict=True)
+        )  # fmt: skip
         transform = BlockTransform(
             shrink=np.ascontiguousarray(profile.shrink[column_class], np.float32),
             step=np.where(real, size, 0).astype(np.float32),
             place=place.astype(np.int32),
             coefficients=int(starts[-1]) + 1,
-            joint_basis=np.ascontiguousarray(joint_basis[: taken[0]]),
+            joint_basis=block.joint_basis[: taken[0]],
+            joint_unit=block.joint_unit[: taken[0]],
             active=taken[0],
             joint=block.joint,
             cells=cells,
