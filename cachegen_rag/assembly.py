@@ -54,6 +54,7 @@ class Assembler:
         self, source: Source | None, prompt: Prompt, record: RequestRecord, refusal: str | None = None
     ) -> None:
         self._source, self._prompt, self._record = source, prompt, record
+        self.missing: list[int] = []  # documents that the store says it does not have
         self._manifests: dict[int, Manifest] = {}
         self._run: tuple[int, Manifest] | None = None
         self._steps = Plan(())
@@ -103,6 +104,7 @@ class Assembler:
                 self._manifests[index] = manifest
             except LookupError as error:
                 part.reason = str(error)
+                self.missing.append(index)
             except Exception as error:  # whatever it is, the text still answers
                 part.reason = f"{type(error).__name__}: {error}"
             part.fetch_ms += (time.perf_counter() - began) * 1e3 / len(wanted)

@@ -20,6 +20,7 @@ from cachegen_rag import upkeep
 from cachegen_rag.assembly import Assembler, Source
 from cachegen_rag.codec import Codec
 from cachegen_rag.codec.profile import Profile
+from cachegen_rag.config import CacheArguments
 from cachegen_rag.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -30,6 +31,7 @@ from cachegen_rag.errors import (
 )
 from cachegen_rag.exact import ExactRuns, leading
 from cachegen_rag.gate import RETRY_SECONDS, Gate, Keeper
+from cachegen_rag.idle import IdleWork, Interrupted
 from cachegen_rag.library import CHUNK_TOKENS, Library
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import KVModel, Sampling, Token
@@ -77,6 +79,9 @@ class KVCache:
     exact_bytes : bytes that repeated leading combinations (the text and the first documents) may take; see
         :meth:`learn`. 0 switches exact prefix reuse off.
     splice : False answers every request by plain prefill (and still stores documents).
+    store_missed : compute and store documents that a request did not find in the store, when no request has run for a
+        moment; a request that comes interrupts it. By default on a store that is not remote: readers of a shared one
+        often may not write. ``idle.flush()`` waits for it.
     slo : seconds to the first token. On a remote store the level of each chunk is then chosen to keep it with the
         least loss; without it the first token comes as early as it can at ``level``.
     loader : makes the loader from the store and a name for this engine's costs.
@@ -102,16 +107,25 @@ class KVCache:
         max_document_tokens: int | None = None,
         salt: str = "",
         splice: bool = True,
+        store_missed: bool | None = None,
         exact_bytes: int = EXACT_BYTES,
         slo: float | None = None,
         loader: Callable[[Store, str], Loader] = Loader,
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
-        if not isinstance(salt, str) or any("\ud800" <= c <= "\udfff" for c in salt):
-            raise ConfigError("salt must be a text without lone surrogates")
-        for name, number in (("chunk_tokens", chunk_tokens), ("max_document_tokens", max_document_tokens or 1)):
-            if not isinstance(number, int):
-                raise ConfigError(f"{name} = {number!r:.80}: must be a whole number of tokens")
+        CacheArguments.check(
+            level=level,
+            levels=levels,
+            chunk_tokens=chunk_tokens,
+            max_document_tokens=max_document_tokens,
+            salt=salt,
+            splice=splice,
+            store_missed=store_missed,
+            exact_bytes=exact_bytes,
+            slo=slo,
+            loader=loader,
+            on_request=on_request,
+        )
         if recompute is not None and not isinstance(recompute, (int, Recompute)):
             raise ConfigError(f"recompute = {recompute!r:.80}: must be a number of tokens or a Recompute")
         if not isinstance(store, (str, Path)) and not callable(getattr(store, "get", None)):
@@ -120,14 +134,8 @@ class KVCache:
             if recompute < 0:
                 raise ConfigError(f"recompute = {recompute}: must be a number of tokens from 0")
             recompute = Recompute(Heads(recompute), 1.0) if recompute else Recompute()
-        if chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens = {chunk_tokens}: must be at least 1")
-        if max_document_tokens is not None and max_document_tokens < 1:
-            raise ConfigError(f"max_document_tokens = {max_document_tokens}: must be at least 1")
         self.model = model
         self.store: Store = open_store(store) if isinstance(store, (str, Path)) else store
-        if slo is not None and not slo > 0:
-            raise ConfigError(f"slo = {slo}: must be a number of seconds above 0")
         self._recompute = recompute
         self.known = KnownTexts()
         self._profile = profile
@@ -136,6 +144,8 @@ class KVCache:
         self._max_document_tokens = max_document_tokens
         self._salt = salt
         self._splice = splice
+        self._store_missed = not self.store.remote if store_missed is None else store_missed
+        self.idle = IdleWork()
         self._on_request = on_request
         self._warm: WarmContext | None = None
         self._gate: Keeper | None = None
@@ -269,10 +279,27 @@ class KVCache:
             self.known.add(item)
         run = Prefill(self.model, library, items, progress)
         if library is not None:
-            run.run(self.warm, self.stored_levels(library.codec), self._chunk_tokens, self._max_document_tokens)
+            with self.idle.request():
+                self._fill(run, library)
         else:
             run.skip_all(self.model.refusal or "no codec profile: there is no text to calibrate one from")
         return run.report
+
+    def _fill(self, run: Prefill, library: Library) -> None:
+        run.run(self.warm, self.stored_levels(library.codec), self._chunk_tokens, self._max_document_tokens)
+
+    def _store_later(self, library: Library, prompt: Prompt, missing: Sequence[int]) -> int:
+        """Have these documents of a prompt stored when idle; how many tokens they have that did not wait already."""
+        tokens = 0
+        for segment in (prompt.segments[i] for i in missing if self._store_missed):
+            document = Document(segment.text, segment.doc_id)
+
+            def work(interrupted: Interrupted, document: Document = document) -> None:
+                self._fill(Prefill(self.model, library, [document], cancelled=interrupted), library)
+
+            if self.idle.add(library.key(segment.token_ids), work):
+                tokens += len(segment)
+        return tokens
 
     def key(self, document: Any) -> str | None:
         """The content key of a document; None while no codec profile is known, or if the document is empty."""
@@ -400,7 +427,7 @@ class KVCache:
             raise ConfigError("the prompt is empty")
         prompt.require_fits(self.model.n_ctx, min(sampling.max_tokens or 1, self.model.n_ctx))
         record = RequestRecord(model=self.model.name, prompt_tokens=len(prompt))
-        return Stream(record, self._tokens(prompt, sampling, spliced, record, cancelled))
+        return Stream(record, self.idle.during(self._tokens(prompt, sampling, spliced, record, cancelled)))
 
     def _tokens(
         self,
@@ -422,6 +449,8 @@ class KVCache:
                 record.wait_ms = (time.perf_counter() - waiting) * 1e3
                 session.cancelled = cancelled
                 assembler.build(session)
+                if source is not None:
+                    record.stored_tokens = self._store_later(source.library, prompt, assembler.missing)
                 for token in session.generate(sampling):
                     if not record.completion_tokens:
                         record.ttft_ms = (time.perf_counter() - began) * 1e3
@@ -504,6 +533,7 @@ class KVCache:
             prefetching.shutdown(wait=False, cancel_futures=True)
         if self.store.remote:
             self.store.close()  # first: it ends the reads that others may hold the lock for
+        self.idle.close()
         with self._setup:
             if self._loader is not None:
                 self._loader.close()
@@ -527,7 +557,8 @@ def as_document(item: Any) -> Document:
     text = getattr(item, "page_content", None)
     if not isinstance(text, str):
         raise ConfigError(f"a document is a text or has page_content, got {type(item).__name__}")
-    return Document(text, getattr(item, "id", None))
+    identity = getattr(item, "id", None)
+    return Document(text, None if identity is None else str(identity))
 
 
 def listed(documents: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -149,7 +149,42 @@ class Settings(_Section):
     recompute: int | None = Field(
         None, ge=0, description="tokens recomputed at the head of each document; none measures"
     )
+    store_missed: bool | None = Field(
+        None, description="store documents that a request missed, when idle; none does on a store that is not remote"
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
+
+
+class CacheArguments(_Section):
+    """The plain arguments of a :class:`cachegen_rag.KVCache`, by type and range."""
+
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+    level: int | None = Field(ge=0)
+    levels: Sequence[Annotated[int, Field(ge=0)]] | None
+    chunk_tokens: int = Field(ge=1)
+    max_document_tokens: int | None = Field(ge=1)
+    salt: str
+    splice: bool
+    store_missed: bool | None
+    exact_bytes: int = Field(ge=0)
+    slo: float | None = Field(gt=0, allow_inf_nan=False)
+    loader: Callable[..., Any]
+    on_request: Callable[..., Any] | None
+
+    @field_validator("salt")
+    @classmethod
+    def _is_unicode(cls, salt: str) -> str:
+        salt.encode()  # a lone surrogate is a UnicodeEncodeError, which is a ValueError
+        return salt
+
+    @classmethod
+    def check(cls, **arguments: Any) -> None:
+        """Raise ConfigError, naming every argument that is wrong."""
+        try:
+            cls(**arguments)
+        except ValidationError as error:
+            raise ConfigError(explain(error)) from None
 
 
 def explain(error: ValidationError) -> str:

@@ -32,7 +32,8 @@ class SegmentRecord:
 class RequestRecord:
     """One request: what every segment cost and where it came from.
 
-    ``started_at`` is Unix time, seconds; ``wait_ms`` the time until the engine was free, part of ``ttft_ms``.
+    ``started_at`` is Unix time, seconds; ``wait_ms`` the time until the engine was free, part of ``ttft_ms``;
+    ``stored_tokens`` are of documents that were missed and are stored when idle, after the answer.
     """
 
     model: str = ""

@@ -43,13 +43,19 @@ class PrefillReport:
 
 
 class Prefill:
-    """One call of ``KVCache.prefill``."""
+    """One call of ``KVCache.prefill``. ``cancelled`` is asked between steps: True raises RequestCancelledError."""
 
     def __init__(
-        self, model: KVModel, library: Library | None, items: Sequence[Document], progress: Progress | None
+        self,
+        model: KVModel,
+        library: Library | None,
+        items: Sequence[Document],
+        progress: Progress | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> None:
         self.report = PrefillReport(documents=len(items))
         self._model, self._library, self._items, self._progress = model, library, items, progress
+        self._cancelled = cancelled
         self._began = time.perf_counter()
         self._tell()
 
@@ -111,6 +117,7 @@ class Prefill:
         """Compute and store a batch; what another thread or process has stored meanwhile is left out."""
         report = self.report
         with self._model.session() as session:
+            session.cancelled = self._cancelled
             missing = {key: entry for key, entry in batch.items() if not library.contains(key, levels)}
             report.present += len(batch) - len(missing)
             computed = warm.compute_many(session, [ids for _, ids in missing.values()])

@@ -42,6 +42,8 @@ def find_profile(
     if isinstance(given, Profile):
         return given
     if given is not None:
+        if not isinstance(given, (str, Path)):
+            raise ConfigError(f"profile must be a Profile or the path of one, got {type(given).__name__}")
         return read_profile(Path(given))
     profile = shipped_profile(model.fingerprint)
     if profile is None:
@@ -62,8 +64,8 @@ def read_profile(path: Path) -> Profile:
     """Read a profile from a file. Raises ConfigError if it cannot be read, ProfileError if it is not one."""
     try:
         return Profile.from_bytes(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read the profile {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
+        raise ConfigError(f"cannot read the profile {str(path)!r:.200}: {error}") from error
 
 
 def pointer_key(fingerprint: ModelFingerprint, salt: str) -> str:

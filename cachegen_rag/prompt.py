@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 class Document:
     """A document inside a message. ``doc_id`` is the application's own name for it and plays no part in its key.
 
-    Raises ConfigError if ``text`` is no string.
+    Raises ConfigError if ``text`` is no string, or ``doc_id`` neither a string nor None.
     """
 
     text: str
@@ -59,6 +59,8 @@ class Document:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise ConfigError(f"a document's text must be a string, got {type(self.text).__name__}")
+        if self.doc_id is not None and not isinstance(self.doc_id, str):  # it goes into records, which are JSON
+            raise ConfigError(f"a document's id must be a string or None, got {type(self.doc_id).__name__}")
 
 
 @dataclass(frozen=True)

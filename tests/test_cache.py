@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,15 @@ import pytest
 
 from cachegen_rag import KVCache, Profile, Sampling
 from cachegen_rag import cache as cache_module
-from cachegen_rag.errors import ConfigError, ContextOverflowError, StoreUnavailableError, UnknownLevelError
+from cachegen_rag.errors import (
+    ConfigError,
+    ContextOverflowError,
+    StoreFullError,
+    StoreUnavailableError,
+    UnknownLevelError,
+)
+from cachegen_rag.gate import Keeper
+from cachegen_rag.idle import IdleWork
 from cachegen_rag.manifest import Manifest
 from cachegen_rag.prompt import Document, Prompt
 from cachegen_rag.stores.memory import MemoryStore
@@ -517,9 +527,94 @@ def test_what_is_no_message(cache: KVCache, message: Any) -> None:
     ("name", "value"),
     [
         ("salt", None), ("salt", b"x"), ("salt", "\ud800"), ("chunk_tokens", 1.5), ("chunk_tokens", float("nan")),
-        ("max_document_tokens", 2.5), ("recompute", "3"), ("store", None), ("store", 5),
+        ("max_document_tokens", 2.5), ("recompute", "3"), ("store", None), ("store", 5), ("level", "fine"),
+        ("level", -1), ("level", True), ("levels", 3), ("levels", "12"), ("levels", [1.5]), ("splice", "no"),
+        ("store_missed", 1), ("exact_bytes", -1), ("exact_bytes", "1GiB"), ("slo", "2s"), ("slo", 0), ("slo", -1.0),
+        ("slo", float("nan")), ("slo", float("inf")), ("loader", None), ("on_request", "print"),
     ],
 )  # fmt: skip
 def test_settings_of_a_wrong_type(tiny_model: Any, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         KVCache(tiny_model, **{"store": MemoryStore(), name: value})
+
+
+@pytest.mark.parametrize("profile", [b"x", 5, "no such file", "\0", Path("/")], ids=repr)
+def test_what_is_no_profile(tiny_model: Any, profile: Any) -> None:
+    with KVCache(tiny_model, MemoryStore(), profile=profile) as cache, pytest.raises(ConfigError, match="profile"):
+        cache.prefill(TEXTS[:1])
+
+
+@pytest.mark.parametrize("identity", [5, b"x", object(), ["x"]], ids=lambda i: type(i).__name__)
+def test_ids_of_documents_are_text_in_the_records(cache: KVCache, identity: Any) -> None:
+    with pytest.raises(ConfigError, match="id must be"):
+        Document(TEXTS[0], identity)
+    foreign = types.SimpleNamespace(page_content=TEXTS[0], id=identity)
+    record = answer(cache, ask(cache, [foreign]))[1]
+    assert json.loads(json.dumps(record.as_dict()))["segments"][1]["doc_id"] == str(identity)
+
+
+def test_a_missed_document_is_stored_after_the_answer(cache: KVCache) -> None:
+    cache.idle = IdleWork(0)
+    cache.prefill(TEXTS[:1])
+    prompt = ask(cache, [*TEXTS[:3], TEXTS[2]])
+    _, record = answer(cache, prompt)
+    assert [s.source for s in record.segments if s.kind == "document"] == ["store", "text", "text", "text"]
+    assert record.stored_tokens == sum(len(s) for s in ask(cache, TEXTS[1:3]).segments if s.kind == "document")
+    assert cache.idle.flush(30)
+    _, again = answer(cache, prompt)
+    assert [s.source for s in again.segments if s.kind == "document"] == ["store"] * 4 and again.stored_tokens == 0
+    assert cache.contains(TEXTS[1]) and cache.prefill(TEXTS[:3]).computed == 0
+
+
+@pytest.mark.parametrize("why", ["switched off", "from the text", "splicing is off", "remote", "the gate is closed"])
+def test_what_is_not_stored_after_the_answer(
+    tiny_model: Any, profile: Profile, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    store.remote = why == "remote"
+    options = {"switched off": {"store_missed": False}, "splicing is off": {"splice": False}}.get(why, {})
+    with KVCache(tiny_model, store, profile=profile, **options) as cache:  # type: ignore[arg-type]
+        cache.idle = IdleWork(0)
+        if why == "the gate is closed":
+            monkeypatch.setattr(Keeper, "refusal", lambda *args: "too different")
+        _, record = answer(cache, ask(cache, TEXTS[:1]), spliced=why != "from the text")
+        assert record.stored_tokens == 0 and len(cache.idle) == 0 and not cache.contains(TEXTS[0])
+
+
+def test_a_request_does_not_wait_for_what_is_stored_after_another(
+    tiny_model: Any, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work under way gives the model up, and begins again when the request has ended."""
+    from cachegen_rag.warm import WarmContext
+
+    began, compute, order = threading.Event(), WarmContext.compute_many, []
+
+    def computing(self: Any, session: Any, documents: Any) -> Iterator[Any]:
+        order.append("begins")
+        began.set()
+        while not cache.idle._busy and len(order) == 1:
+            pass
+        yield from compute(self, session, documents)
+        order.append("stored")
+
+    with KVCache(tiny_model, MemoryStore(), profile=profile) as cache:
+        cache.idle = IdleWork(0)
+        monkeypatch.setattr(WarmContext, "compute_many", computing)
+        answer(cache, ask(cache, TEXTS[:1]))
+        assert began.wait(10)
+        answer(cache, ask(cache, []))
+        order.append("answered")
+        assert cache.idle.flush(30)
+    assert order[0] == "begins" and order[-1] == "stored" and "answered" in order
+    assert order.index("stored") > order.index("answered") or order.count("begins") == 2
+
+
+def test_a_full_store_costs_the_storing_not_the_answer(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.idle = IdleWork(0)
+
+    def full(*args: Any) -> None:
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(cache.store, "put", full)
+    assert answer(cache, ask(cache, TEXTS[:1]))[1].stored_tokens > 0
+    assert cache.idle.flush(30) and not cache.contains(TEXTS[0])

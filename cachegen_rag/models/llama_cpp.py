@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cachegen_rag.errors import ConfigError, ModelError, ModelLoadError, SpliceRefusedError
+from cachegen_rag.errors import ConfigError, ModelError, ModelLoadError, RequestCancelledError, SpliceRefusedError
 from cachegen_rag.fingerprint import ModelFingerprint
 from cachegen_rag.kv import KVShape
 from cachegen_rag.models.identity import file_hash, tokenizer_hash
@@ -271,7 +271,7 @@ class LlamaCppModel:
             try:
                 yield session
                 failed = False
-            except GeneratorExit:
+            except (GeneratorExit, RequestCancelledError):  # the prompt is as it was before the decode
                 failed = False
                 raise
             finally:
