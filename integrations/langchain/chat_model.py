@@ -9,6 +9,7 @@ chain = create_stuff_documents_chain(llm, prompt)
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -17,12 +18,20 @@ from typing import Any, Literal
 
 from langchain_core import exceptions as lc_exceptions
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.callbacks.manager import (
+    AsyncRunManager,
+    RunManager,
+    adispatch_custom_event,
+    ahandle_event,
+    dispatch_custom_event,
+    handle_event,
+)
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel, generate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
-from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
@@ -39,10 +48,13 @@ from cachegen_rag.integrations.langchain.messages import convert
 from cachegen_rag.integrations.langchain.worker import Cancelled, Worker, worker_of
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import Sampling, Token
+from cachegen_rag.results import Stream
 
 log = logging.getLogger(__name__)
 
 TOKEN_ENV = f"{ENV_PREFIX}STORE__TOKEN"
+REQUEST_EVENT = "cachegen_request"
+"""Name of the custom event that carries a request's record to callbacks and ``astream_events``."""
 NOT_FOR_A_LOCAL_MODEL = ("api_key", "base_url", "max_retries")
 """Standard constructor arguments that have no meaning here; accepted and dropped."""
 
@@ -62,7 +74,7 @@ class ChatCacheGen(BaseChatModel):
 
     One instance serves any number of threads and tasks: requests run in the order they came. ``timeout`` (seconds)
     bounds the whole answer, waiting included. What happened to each piece of the prompt is in
-    ``response_metadata["cachegen"]`` of every answer.
+    ``response_metadata["cachegen"]`` of every answer, and in the custom event ``cachegen_request``.
     """
 
     model: Any = Field(default=None, alias="model_path")
@@ -77,6 +89,7 @@ class ChatCacheGen(BaseChatModel):
     slo: float | None = None
     max_document_tokens: int | None = None
     splice: bool = True
+    store_missed: bool | None = None
     n_ctx: int | None = None
     n_batch: int | None = None
     n_threads: int | None = None
@@ -153,6 +166,7 @@ class ChatCacheGen(BaseChatModel):
             max_document_tokens=self.max_document_tokens,
             salt=salt.get_secret_value() if salt is not None else "",
             splice=self.splice,
+            store_missed=self.store_missed if self.store_missed is not None else settings.store_missed,
             on_request=self.on_request,
             recompute=self.recompute if self.recompute is not None else settings.recompute,
             slo=self.slo if self.slo is not None else settings.stream.slo,
@@ -237,9 +251,17 @@ class ChatCacheGen(BaseChatModel):
         )
 
     def _answer(
-        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], cancelled: Cancelled
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        kwargs: dict[str, Any],
+        whole: bool,
+        cancelled: Cancelled,
     ) -> Iterator[ChatGenerationChunk | None]:
-        """The chunks of one answer. Runs on the worker thread: the model loads here if it has to."""
+        """The chunks of one answer. Runs on the worker thread: the model loads here if it has to.
+
+        ``whole``: tool calls come when they are complete, so that one that was cut off is none.
+        """
         kwargs = {key: value for key, value in kwargs.items() if key not in ("model", "stream_usage", "strict")}
         documents = kwargs.pop("documents", None)
         form = grammars.answer_form(**{k: kwargs.pop(k) for k in FORM_ARGUMENTS if k in kwargs})
@@ -249,29 +271,40 @@ class ChatCacheGen(BaseChatModel):
             raise ConfigError(f"unknown arguments of a request: {', '.join(sorted(kwargs))}")
         cache = self.open_cache()
         turns = convert(messages, documents, cache.known, cache.contains, form.instructions)
-        stream = cache.stream(cache.prompt(turns), sampling, spliced=spliced, cancelled=cancelled)
-        with stream:
-            yield from self._chunks(stream, form, sampling)
+        try:
+            with cache.stream(cache.prompt(turns), sampling, spliced=spliced, cancelled=cancelled) as stream:
+                yield from self._chunks(stream, form, sampling, whole)
+        except ContextOverflowError as error:
+            raise PromptTooLongError(str(error)) from error
 
-    def _chunks(self, stream: Any, form: grammars.Form, sampling: Sampling) -> Iterator[ChatGenerationChunk | None]:
+    def _chunks(
+        self, stream: Stream, form: grammars.Form, sampling: Sampling, whole: bool
+    ) -> Iterator[ChatGenerationChunk | None]:
         text = ""
         held = form.calls  # an answer that may be a call is held back until its first characters show what it is
+        growing = grammars.CallStream()
         tokens: list[Token] = []
         for token in stream:
             text += token.text
             tokens.append(token)
             if held and text and not grammars.OPEN.startswith(text[: len(grammars.OPEN)]):
                 held = False
-            if held or not text:
-                yield None
-            else:
+            if held:
+                pieces = [] if whole else [tool_call_chunk(**piece) for piece in growing.push(token.text)]
+                yield self._chunk("", tokens, sampling, pieces) if pieces else None
+                tokens = [] if pieces else tokens
+            elif text:
                 yield self._chunk(text, tokens, sampling)
                 text, tokens = "", []
-        calls = grammars.parse_calls(text) if held else []
+            else:
+                yield None
+        unfinished = list(growing.finish())
+        calls = unfinished or (grammars.parse_calls(text) if held and not growing.calls else [])
         record: RequestRecord = stream.record
-        finish = "tool_calls" if calls else record.finish_reason or "stop"
+        called = bool(calls or growing.calls)
+        finish = "tool_calls" if called and not unfinished else record.finish_reason or "stop"
         message = AIMessageChunk(
-            content="" if calls else text,
+            content="" if called else text,
             tool_call_chunks=[tool_call_chunk(**call) for call in calls],
             usage_metadata=usage(record),
             response_metadata={
@@ -285,9 +318,12 @@ class ChatCacheGen(BaseChatModel):
         )
         yield ChatGenerationChunk(message=message, generation_info={"finish_reason": finish})
 
-    def _chunk(self, text: str, tokens: list[Token], sampling: Sampling) -> ChatGenerationChunk:
+    def _chunk(
+        self, text: str, tokens: list[Token], sampling: Sampling, calls: Sequence[ToolCallChunk] = ()
+    ) -> ChatGenerationChunk:
+        metadata = self._logprobs(tokens, sampling)
         return ChatGenerationChunk(
-            message=AIMessageChunk(content=text, response_metadata=self._logprobs(tokens, sampling))
+            message=AIMessageChunk(content=text, tool_call_chunks=list(calls), response_metadata=metadata)
         )
 
     def _logprobs(self, tokens: list[Token], sampling: Sampling) -> dict[str, Any]:
@@ -306,15 +342,19 @@ class ChatCacheGen(BaseChatModel):
         ]
         return {"logprobs": {"content": content}}
 
-    def _run(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, whole: bool = False
+    ) -> Any:
         """What the worker is asked to do, and how long it may take."""
         timeout = kwargs.pop("timeout", None)
         timeout = self.timeout if timeout is None else timeout
         if timeout is not None and (
-            isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout != timeout
+            isinstance(timeout, bool)
+            or not isinstance(timeout, (int, float))
+            or not 0 < timeout <= threading.TIMEOUT_MAX
         ):
-            raise ConfigError(f"timeout = {timeout!r:.80}: must be a number of seconds")
-        return (lambda cancelled: self._answer(messages, stop, kwargs, cancelled)), timeout
+            raise ConfigError(f"timeout = {timeout!r:.80}: must be a number of seconds above 0")
+        return (lambda cancelled: self._answer(messages, stop, kwargs, whole, cancelled)), timeout
 
     def _stream(
         self,
@@ -323,17 +363,12 @@ class ChatCacheGen(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        make, timeout = self._run(messages, stop, kwargs)
-        chunks = self._queue().stream(make, timeout)
-        try:
+        with contextlib.closing(self._queue().stream(*self._run(messages, stop, kwargs))) as chunks:
             for chunk in chunks:
                 if run_manager is not None:
                     run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
+                _tell(run_manager, chunk.message)
                 yield chunk
-        except ContextOverflowError as error:
-            raise PromptTooLongError(str(error)) from error
-        finally:
-            chunks.close()
 
     async def _astream(
         self,
@@ -342,17 +377,12 @@ class ChatCacheGen(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        make, timeout = self._run(messages, stop, kwargs)
-        chunks = self._queue().astream(make, timeout)
-        try:
+        async with contextlib.aclosing(self._queue().astream(*self._run(messages, stop, kwargs))) as chunks:
             async for chunk in chunks:
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
+                await _atell(run_manager, chunk.message)
                 yield chunk
-        except ContextOverflowError as error:
-            raise PromptTooLongError(str(error)) from error
-        finally:
-            await chunks.aclose()
 
     def _generate(
         self,
@@ -361,7 +391,10 @@ class ChatCacheGen(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return _result(generate_from_stream(self._stream(messages, stop, None, **kwargs)))
+        with contextlib.closing(self._queue().stream(*self._run(messages, stop, kwargs, whole=True))) as chunks:
+            result = _result(generate_from_stream(chunks))
+        _tell(run_manager, result.generations[0].message)
+        return result
 
     async def _agenerate(
         self,
@@ -370,8 +403,10 @@ class ChatCacheGen(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        chunks = [chunk async for chunk in self._astream(messages, stop, None, **kwargs)]
-        return _result(generate_from_stream(iter(chunks)))
+        async with contextlib.aclosing(self._queue().astream(*self._run(messages, stop, kwargs, whole=True))) as chunks:
+            result = _result(generate_from_stream(iter([chunk async for chunk in chunks])))
+        await _atell(run_manager, result.generations[0].message)
+        return result
 
     def _queue(self) -> Worker:
         """Where requests wait: with the engine where that was given, else with this instance, which opens its own."""
@@ -432,11 +467,12 @@ class ChatCacheGen(BaseChatModel):
         return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
 
+EVENT = ("on_custom_event", "ignore_custom_event", REQUEST_EVENT)
 FORM_ARGUMENTS = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "grammar")
 
 
 def usage(record: RequestRecord) -> UsageMetadata:
-    """Token counts: ``cache_read`` were spliced, ``cache_creation`` computed and stored."""
+    """Token counts: ``cache_read`` were spliced, ``cache_creation`` missed, and are stored after the answer."""
     return UsageMetadata(
         input_tokens=record.prompt_tokens,
         output_tokens=record.completion_tokens,
@@ -448,6 +484,28 @@ def usage(record: RequestRecord) -> UsageMetadata:
 def summary(record: RequestRecord) -> dict[str, Any]:
     """The record of a request, JSON-ready: what ``response_metadata["cachegen"]`` holds."""
     return record.as_dict()
+
+
+def _tell(run: RunManager | None, message: BaseMessage) -> None:
+    """Send the request's record, if ``message`` has it, to the callbacks as a custom event.
+
+    LangChain keeps the run from a model that streams: the event is then the one's of the chain around it, if any.
+    """
+    if record := message.response_metadata.get("cachegen"):
+        if run is not None:
+            handle_event(run.handlers, *EVENT, record, run_id=run.run_id, tags=run.tags, metadata=run.metadata)
+            return
+        with contextlib.suppress(RuntimeError):  # there is no chain
+            dispatch_custom_event(REQUEST_EVENT, record)
+
+
+async def _atell(run: AsyncRunManager | None, message: BaseMessage) -> None:
+    if record := message.response_metadata.get("cachegen"):
+        if run is not None:
+            await ahandle_event(run.handlers, *EVENT, record, run_id=run.run_id, tags=run.tags, metadata=run.metadata)
+            return
+        with contextlib.suppress(RuntimeError):
+            await adispatch_custom_event(REQUEST_EVENT, record)
 
 
 def _result(result: ChatResult) -> ChatResult:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cachegen_rag.errors import ConfigError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_HEAD = re.compile(OPEN + r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=[{\[])')
 ANY_JSON: dict[str, Any] = {"type": "object"}
 
 
@@ -61,8 +63,62 @@ def parse_calls(text: str) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
         args = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({"name": name, "args": args, "id": f"call_{uuid.uuid4().hex[:24]}", "index": len(calls)})
+        calls.append({"name": name, "args": args, "id": _call_id(), "index": len(calls)})
     return calls
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class CallStream:
+    """Tool calls in an answer that grows: the name and an id of each, then its arguments as they come."""
+
+    def __init__(self) -> None:
+        self.calls = 0  # that have begun
+        self._rest = ""
+        self._closers: list[str] = []  # of the arguments under way, outermost first
+        self._in_string = self._escaped = False
+
+    def push(self, text: str) -> Iterator[dict[str, Any]]:
+        """What ``text`` adds to each call: its name and id the first time (None then on), arguments, index."""
+        self._rest += text
+        while self._closers or (head := _HEAD.search(self._rest)):
+            if self._closers:
+                yield self._more(self._arguments())
+            else:
+                self._rest = self._rest[head.end() :]
+                self.calls += 1
+                yield {**self._more(self._arguments()), "name": json.loads(head[1]), "id": _call_id()}
+            if self._closers:
+                return
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """The answer has ended. A call that has not gets a bracket that closes nothing: nobody may run it."""
+        if self._closers:
+            wrong = "]" if self._closers[-1] == "}" else "}"
+            yield self._more(("n" if self._escaped else "") + ('"' if self._in_string else "") + wrong)
+
+    def _more(self, arguments: str) -> dict[str, Any]:
+        return {"name": None, "args": arguments, "id": None, "index": self.calls - 1}
+
+    def _arguments(self) -> str:
+        """Take what belongs to the arguments of the call under way."""
+        for n, char in enumerate(self._rest):
+            if self._in_string:
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._closers.append("}" if char == "{" else "]")
+            elif char in "}]":
+                self._closers.pop()
+                if not self._closers:
+                    piece, self._rest = self._rest[: n + 1], self._rest[n + 1 :]
+                    return piece
+        piece, self._rest = self._rest, ""
+        return piece
 
 
 def _tool_form(functions: list[dict[str, Any]], choice: Any, parallel: bool) -> Form:

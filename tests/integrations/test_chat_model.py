@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from conftest import TEXTS
@@ -15,10 +14,12 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import ContextOverflowError as LangChainOverflow
 from langchain_core.load import dumps
 from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_core.runnables import RunnableLambda
 from pydantic import BaseModel, ValidationError
 
 from cachegen_rag.errors import ConfigError, ContextOverflowError, ModelLoadError
 from cachegen_rag.integrations.langchain import ChatCacheGen
+from cachegen_rag.models.llama_session import LlamaSession
 from cachegen_rag.stores.memory import MemoryStore
 
 CANARY = "canary-91c4"
@@ -63,11 +64,25 @@ def test_the_prompt_is_the_same_with_and_without_the_cache(tiny_llm: Any) -> Non
     assert sources(text) == ["text", "text"]
 
 
-def test_an_unknown_document_is_computed(tiny_llm: Any) -> None:
+def test_an_unknown_document_is_computed_and_stored(tiny_llm: Any) -> None:
     tiny_llm.prefill(TEXTS[:1])
     message = tiny_llm.invoke("Which?", documents=TEXTS[:2])
     assert sources(message) == ["store", "text"]
-    assert record(message)["segments"][3]["reason"]
+    missed = record(message)["segments"][3]
+    assert missed["reason"]
+    assert message.usage_metadata["input_token_details"]["cache_creation"] == missed["tokens"]
+    assert tiny_llm.open_cache().idle.flush(30)
+    again = tiny_llm.invoke("Which?", documents=TEXTS[:2])
+    assert sources(again) == ["store", "store"]
+    assert again.usage_metadata["input_token_details"]["cache_creation"] == 0
+
+
+def test_storing_what_was_missed_can_be_switched_off(tiny_model: Any, tiny_profile: Any) -> None:
+    llm = ChatCacheGen(model=tiny_model, store=MemoryStore(), profile=tiny_profile, max_tokens=2, store_missed=False)
+    message = llm.invoke("Which?", documents=TEXTS[:1])
+    assert message.usage_metadata["input_token_details"]["cache_creation"] == 0
+    assert not llm.open_cache().contains(TEXTS[0])
+    llm.close()
 
 
 # ---- streams ----
@@ -105,6 +120,28 @@ def test_callbacks_see_every_token(tiny_llm: Any) -> None:
     chunks = list(tiny_llm.stream("name the river", config={"callbacks": [seen]}))
     assert "".join(seen.tokens) == merged(chunks).content
     assert seen.usage["output_tokens"] == 8
+
+
+async def test_the_record_is_a_custom_event(tiny_llm: Any) -> None:
+    class Seen(BaseCallbackHandler):
+        events: ClassVar[list[tuple[str, Any, Any]]] = []
+
+        def on_custom_event(self, name: str, data: Any, *, run_id: Any, **kwargs: Any) -> None:
+            self.events.append((name, data, run_id))
+
+    seen = Seen()
+    config = {"callbacks": [seen]}
+    chain = RunnableLambda(str) | tiny_llm
+    list(chain.stream("name the river", config))
+    tiny_llm.invoke("name the river", config)
+    await tiny_llm.ainvoke("name the river", config)
+    assert [chunk async for chunk in chain.astream("name the river", config)]
+    assert [name for name, *_ in seen.events] == ["cachegen_request"] * 4
+    assert all(data["completion_tokens"] == 8 for _, data, _ in seen.events)
+    assert len({run for *_, run in seen.events}) == 4
+    events = [e async for e in chain.astream_events("river", version="v2")]
+    (event,) = [e for e in events if e["event"] == "on_custom_event"]
+    assert event["name"] == "cachegen_request" and event["data"]["segments"]
 
 
 def test_content_blocks(tiny_llm: Any) -> None:
@@ -187,6 +224,32 @@ def test_a_forced_tool_call(tiny_llm: Any) -> None:
     }
     assert message.response_metadata["finish_reason"] == "tool_calls" and message.content == ""
     assert merged(list(llm.stream("go"))).tool_calls[0]["args"] == message.tool_calls[0]["args"]
+
+
+def test_a_tool_call_streams(tiny_llm: Any) -> None:
+    llm = tiny_llm.model_copy(update={"max_tokens": 200}).bind_tools([Pair], tool_choice="any")
+    chunks = list(llm.stream("go"))
+    pieces = [piece for chunk in chunks for piece in chunk.tool_call_chunks]
+    assert pieces[0]["name"] == "Pair" and pieces[0]["id"] and len(pieces) > 3
+    assert sum(piece["name"] is not None for piece in pieces) == 1
+    total = merged(chunks)
+    assert total.tool_calls[0]["args"] == llm.invoke("go").tool_calls[0]["args"] and not total.invalid_tool_calls
+    assert total.content == "" and total.response_metadata["finish_reason"] == "tool_calls"
+
+
+def test_a_tool_call_that_was_cut_off_is_not_to_be_run(tiny_llm: Any) -> None:
+    llm = tiny_llm.bind_tools([Pair], tool_choice="any")
+    whole = llm.invoke("go", max_tokens=200)
+    begun = 0
+    for limit in range(1, whole.usage_metadata["output_tokens"]):
+        total = merged(list(llm.stream("go", max_tokens=limit)))
+        if total.tool_calls:  # only the brackets around it were cut off
+            assert total.tool_calls[0]["args"] == whole.tool_calls[0]["args"]
+            continue
+        assert not llm.invoke("go", max_tokens=limit).tool_calls
+        assert total.response_metadata["finish_reason"] == "length"
+        begun += bool(total.invalid_tool_calls)
+    assert begun > 3
 
 
 def test_a_grammar_of_ones_own(tiny_llm: Any) -> None:
@@ -332,22 +395,32 @@ async def test_two_instances_share_an_engine(tiny_model: Any, tiny_llm: Any) -> 
     assert {m.content for m in both} == {alone}
 
 
-async def test_a_cancelled_request_frees_the_context(tiny_llm: Any) -> None:
-    llm = tiny_llm.model_copy(update={"max_tokens": 1500})
-    first_token = asyncio.Event()
+@pytest.mark.parametrize("when", ["in the prompt", "in the answer"])
+async def test_a_cancelled_request_frees_the_context_within_a_step(
+    tiny_llm: Any, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that is under way when the task is cancelled is the last one."""
+    steps: list[int] = []  # tokens of each
+    reached, cancelled = threading.Event(), threading.Event()
+    decode = LlamaSession._decode_batch
 
-    async def endless() -> None:
-        async for _ in llm.astream("name the river"):
-            first_token.set()
+    def counted(self: LlamaSession, ids: list[int], logits: bool) -> None:
+        steps.append(len(ids))
+        if len(ids) > 1 if when == "in the prompt" else steps.count(1) == 5:
+            reached.set()
+            assert cancelled.wait(10)
+        decode(self, ids, logits)
 
-    task = asyncio.create_task(endless())
-    await first_token.wait()
+    monkeypatch.setattr(LlamaSession, "_decode_batch", counted)
+    task = asyncio.create_task(tiny_llm.ainvoke("name the river " * 300, max_tokens=1000))
+    await asyncio.to_thread(reached.wait)
     task.cancel()
-    began = time.perf_counter()
     await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    before = len(steps)
+    cancelled.set()
     with tiny_llm.open_cache().model.session():
-        freed = time.perf_counter() - began
-    assert freed < 5, "one decode step, not the 1,500 tokens that were asked for"
+        assert len(steps) == before
 
 
 def test_a_stream_that_is_left_frees_the_context(tiny_llm: Any) -> None:
@@ -366,7 +439,7 @@ async def test_a_deadline(tiny_llm: Any) -> None:
     assert tiny_llm.invoke("hi", timeout=60).content
 
 
-@pytest.mark.parametrize("timeout", ["x", True, float("nan")])
+@pytest.mark.parametrize("timeout", ["x", True, float("nan"), float("inf"), 0, -1, 1e300])
 def test_a_timeout_is_a_number(tiny_llm: Any, timeout: Any) -> None:
     with pytest.raises(ConfigError, match="timeout"):
         tiny_llm.invoke("hello", timeout=timeout)

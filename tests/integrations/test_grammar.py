@@ -3,10 +3,17 @@
 import json
 
 import pytest
+from langchain_core.utils.json import parse_partial_json
 from pydantic import BaseModel
 
 from cachegen_rag.errors import ConfigError
-from cachegen_rag.integrations.langchain.grammar import answer_form, parse_calls, schema_grammar, tool_grammar
+from cachegen_rag.integrations.langchain.grammar import (
+    CallStream,
+    answer_form,
+    parse_calls,
+    schema_grammar,
+    tool_grammar,
+)
 
 DEEP: dict[str, object] = {"type": "object"}
 for _ in range(3000):
@@ -142,6 +149,34 @@ def test_calls_are_read_back():
     (found,) = parse_calls(text)
     assert (found["name"], json.loads(found["args"]), found["index"]) == ("add", {"a": "é\n"}, 0)
     assert parse_calls("no call") == []
+
+
+HARD = {"a": 'brackets ]} and "quotes" \\', "b": [{"c": "<tool_call>"}, []], "é": None}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_calls_come_piece_by_piece(size):
+    text = call("add", HARD) + "\n" + call('odd "name"', {})
+    stream = CallStream()
+    pieces = [piece for i in range(0, len(text), size) for piece in stream.push(text[i : i + size])]
+    assert not list(stream.finish()) and stream.calls == 2
+    adjacent = [[p["index"] for p in CallStream().push(text[:i])] for i in range(len(text))]
+    assert all(len(set(indices)) == len(indices) for indices in adjacent), "LangChain merges chunks, not within one"
+    heads = [piece for piece in pieces if piece["name"] is not None]
+    assert [(h["name"], h["index"]) for h in heads] == [("add", 0), ('odd "name"', 1)]
+    assert len({h["id"] for h in heads}) == 2 and all(p["id"] is None for p in pieces if p["name"] is None)
+    whole = ["".join(p["args"] for p in pieces if p["index"] == n) for n in range(2)]
+    assert [json.loads(arguments) for arguments in whole] == [HARD, {}]
+
+
+def test_no_beginning_of_a_call_can_be_run():
+    text = call("add", HARD)
+    for length in range(len(text)):
+        stream = CallStream()
+        pieces = [*stream.push(text[:length]), *stream.finish()]
+        arguments = "".join(piece["args"] for piece in pieces)
+        if stream.calls and not arguments.endswith("null}"):
+            assert not isinstance(parse_partial_json(arguments), dict), arguments
 
 
 @pytest.mark.parametrize(
