@@ -11,7 +11,7 @@ export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SER
 
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint notebooks bench clean
+.PHONY: demo test lint notebooks clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cachegen-rag demo

@@ -33,6 +33,7 @@ DURATION = "cachegen_request_duration_seconds"
 PROMPT_TOKENS = "cachegen_prompt_tokens"
 COMPLETION_TOKENS = "cachegen_completion_tokens"
 BYTES_FETCHED = "cachegen_bytes_fetched"
+STORED_TOKENS = "cachegen_stored_tokens"
 DOCUMENTS = "cachegen_documents"
 MISSES = "cachegen_document_misses"
 STAGE = "cachegen_stage_seconds"
@@ -44,6 +45,7 @@ METRICS = {
     PROMPT_TOKENS: "Tokens of prompts: computed, spliced, or recomputed inside a spliced document",
     COMPLETION_TOKENS: "Tokens generated",
     BYTES_FETCHED: "Bytes of KV read from the store",
+    STORED_TOKENS: "Tokens of documents that were missed and are stored when idle",
     DOCUMENTS: "Documents in prompts: hit (spliced) or miss (computed from the text)",
     MISSES: "Documents computed from the text, by reason",
     STAGE: "Time spent in fetch, decode, splice and recompute",
@@ -118,6 +120,7 @@ class PrometheusObserver:
         self._prompt = counter(PROMPT_TOKENS, "source")
         self._completion = counter(COMPLETION_TOKENS)
         self._bytes = counter(BYTES_FETCHED)
+        self._stored = counter(STORED_TOKENS)
         self._documents = counter(DOCUMENTS, "outcome")
         self._misses = counter(MISSES, "reason")
         self._ttft, self._wait, self._duration = histogram(TTFT), histogram(WAIT), histogram(DURATION)
@@ -133,6 +136,7 @@ class PrometheusObserver:
         self._prompt.labels(model, "recomputed").inc(record.recomputed_tokens)
         self._completion.labels(model).inc(record.completion_tokens)
         self._bytes.labels(model).inc(record.bytes_fetched)
+        self._stored.labels(model).inc(record.stored_tokens)
         self._wait.labels(model).observe(record.wait_ms / 1e3)
         self._duration.labels(model).observe(record.total_ms / 1e3)
         if record.completion_tokens:
@@ -191,6 +195,7 @@ class OpenTelemetryObserver:
                 f"{ATTRIBUTE_PREFIX}wait_ms": record.wait_ms,
                 f"{ATTRIBUTE_PREFIX}spliced_tokens": record.spliced_tokens,
                 f"{ATTRIBUTE_PREFIX}recomputed_tokens": record.recomputed_tokens,
+                f"{ATTRIBUTE_PREFIX}stored_tokens": record.stored_tokens,
                 f"{ATTRIBUTE_PREFIX}bytes_fetched": record.bytes_fetched,
             },
         )

@@ -20,7 +20,7 @@ HIT = SegmentRecord(
 )
 MISS = SegmentRecord("document", 50, reason="CorruptBitstreamError: 17 bytes of object 0a1b2c3d4e5f, which has 90")
 RECORD = RequestRecord(model="m", started_at=1.7e9, prompt_tokens=170, completion_tokens=9, spliced_tokens=96,
-                       recomputed_tokens=4, bytes_fetched=5000, wait_ms=10, ttft_ms=120, total_ms=900,
+                       recomputed_tokens=4, stored_tokens=50, bytes_fetched=5000, wait_ms=10, ttft_ms=120, total_ms=900,
                        finish_reason="stop", segments=[SegmentRecord("text", 20), HIT, MISS])  # fmt: skip
 CANCELLED = RequestRecord(model="m", prompt_tokens=10)
 
@@ -42,6 +42,7 @@ def test_prometheus() -> None:
     assert value("cachegen_prompt_tokens_total", source="computed") == 70 + 10
     assert value("cachegen_completion_tokens_total") == 9
     assert value("cachegen_bytes_fetched_total") == 5000
+    assert value("cachegen_stored_tokens_total") == 50
     assert value("cachegen_documents_total", outcome="hit") == 1 == value("cachegen_documents_total", outcome="miss")
     reason = "CorruptBitstreamError: N bytes of object N, which has N"
     assert value("cachegen_document_misses_total", reason=reason) == 1

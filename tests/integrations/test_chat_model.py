@@ -345,9 +345,10 @@ def test_settings_come_from_the_environment(tiny_gguf: Path, monkeypatch: pytest
     monkeypatch.setenv("CACHEGEN_RAG_MODEL__PATH", str(tiny_gguf))
     monkeypatch.setenv("CACHEGEN_RAG_MODEL__N_THREADS", "1")
     monkeypatch.setenv("CACHEGEN_RAG_STORE__URL", "memory://")
+    monkeypatch.setenv("CACHEGEN_RAG_STORE_MISSED", "false")
     llm = ChatCacheGen(max_tokens=2, n_ctx=512)
     assert llm.invoke("hi").response_metadata["model_name"]
-    assert llm.open_cache().model.n_ctx == 512
+    assert llm.open_cache().model.n_ctx == 512 and not llm.open_cache()._store_missed
     llm.close()
     llm.close()
 
