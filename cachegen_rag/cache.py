@@ -20,7 +20,7 @@ from cachegen_rag import upkeep
 from cachegen_rag.assembly import Assembler, Source
 from cachegen_rag.codec import Codec
 from cachegen_rag.codec.profile import Profile
-from cachegen_rag.config import CacheArguments
+from cachegen_rag.config import CacheArguments, expect, expect_callable
 from cachegen_rag.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -126,10 +126,11 @@ class KVCache:
             loader=loader,
             on_request=on_request,
         )
-        if recompute is not None and not isinstance(recompute, (int, Recompute)):
-            raise ConfigError(f"recompute = {recompute!r:.80}: must be a number of tokens or a Recompute")
-        if not isinstance(store, (str, Path)) and not callable(getattr(store, "get", None)):
+        expect("recompute", recompute, (int, Recompute, type(None)), "a number of tokens or a Recompute")
+        if not isinstance(store, (str, Path)) and not callable(getattr(store, "put", None)):
             raise ConfigError(f"store must be a Store, a URL or a path, got {type(store).__name__}")
+        if not callable(getattr(model, "session", None)):
+            raise ConfigError(f"model must be a KVModel, as LlamaCppModel(path) is, got {type(model).__name__}")
         if isinstance(recompute, int):
             if recompute < 0:
                 raise ConfigError(f"recompute = {recompute}: must be a number of tokens from 0")
@@ -273,6 +274,7 @@ class KVCache:
         Raises StoreError if the store cannot be written. A document that cannot be stored otherwise (too long for
         the context, a model that is not spliced) is skipped with its reason.
         """
+        expect_callable("progress", progress)
         items = [as_document(document) for document in listed(documents)]
         library = None if self.model.refusal else self.library([item.text for item in items])
         for item in items:
@@ -348,6 +350,7 @@ class KVCache:
 
         Call it when the application is idle: each takes a prefill. Later requests that begin so reuse them exactly.
         """
+        expect("limit", limit, (int, type(None)), "a whole number or None")
         done = 0
         while self._exact is not None and (limit is None or done < limit):
             with self.model.session() as session:
@@ -361,6 +364,7 @@ class KVCache:
 
         False if nothing can be stored: the model is refused, or no codec profile is known.
         """
+        expect("documents", documents, int, "a whole number")
         if self.refusal is not None or self.library() is None or self._exact is None:
             return False
         if not 1 <= documents <= len(prompt.documents):
@@ -401,6 +405,8 @@ class KVCache:
         template_args: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """A prompt of chat messages, with ``documents`` in front of the last user message's text."""
+        expect("messages", messages, Iterable, "a list of messages")
+        expect("template_args", template_args, (Mapping, type(None)), "a mapping or None")
         turns = with_documents(
             [as_message(message) for message in messages], [as_document(item) for item in listed(documents)]
         )
@@ -422,6 +428,9 @@ class KVCache:
 
         Raises ContextOverflowError before any compute if prompt and answer do not fit.
         """
+        expect("prompt", prompt, Prompt, "a Prompt, as KVCache.prompt() makes it")
+        expect("sampling", sampling, (Sampling, type(None)), "a Sampling or None")
+        expect_callable("cancelled", cancelled)
         sampling = sampling or Sampling()
         if not len(prompt):
             raise ConfigError("the prompt is empty")

@@ -155,6 +155,18 @@ class Settings(_Section):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
 
+def expect(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
+    """Raise ConfigError unless ``value`` is of this type; True and False are no numbers."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be {wanted}, got {value!r:.80}")
+
+
+def expect_callable(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is a function or None."""
+    if value is not None and not callable(value):
+        raise ConfigError(f"{name} must be a function or None, got {value!r:.80}")
+
+
 class CacheArguments(_Section):
     """The plain arguments of a :class:`cachegen_rag.KVCache`, by type and range."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cachegen_rag import KVCache, Profile, Sampling
+from cachegen_rag import KVCache, LlamaCppModel, Profile, Sampling
 from cachegen_rag import cache as cache_module
 from cachegen_rag.errors import (
     ConfigError,
@@ -536,6 +536,27 @@ def test_what_is_no_message(cache: KVCache, message: Any) -> None:
 def test_settings_of_a_wrong_type(tiny_model: Any, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         KVCache(tiny_model, **{"store": MemoryStore(), name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("messages", lambda cache, prompt, value: cache.prompt(value)),
+        ("template_args", lambda cache, prompt, value: cache.prompt([], template_args=value)),
+        ("prompt", lambda cache, prompt, value: cache.stream(value)),
+        ("sampling", lambda cache, prompt, value: cache.stream(prompt, value)),
+        ("cancelled", lambda cache, prompt, value: cache.stream(prompt, cancelled=value)),
+        ("progress", lambda cache, prompt, value: cache.prefill(TEXTS[:1], value)),
+        ("limit", lambda cache, prompt, value: cache.learn(value)),
+        ("documents", lambda cache, prompt, value: cache.store_leading(prompt, value)),
+        ("model", lambda cache, prompt, value: KVCache(value, MemoryStore())),
+        ("path", lambda cache, prompt, value: LlamaCppModel(value)),
+    ],
+)
+@pytest.mark.parametrize("value", [2.5, True, object()], ids=lambda v: type(v).__name__)
+def test_arguments_of_a_wrong_type(cache: KVCache, name: str, call: Any, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        call(cache, ask(cache, TEXTS[:1]), value)
 
 
 @pytest.mark.parametrize("profile", [b"x", 5, "no such file", "\0", Path("/")], ids=repr)

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cachegen_rag.config import expect
 from cachegen_rag.errors import ConfigError, ModelError, ModelLoadError, RequestCancelledError, SpliceRefusedError
 from cachegen_rag.fingerprint import ModelFingerprint
 from cachegen_rag.kv import KVShape
@@ -70,9 +71,11 @@ class LlamaCppModel:
         keep_tokens: int = 2048,
         name: str | None = None,
     ) -> None:
+        expect("path", path, (str, os.PathLike), "the path of a GGUF file")
         self.path = Path(path)
         check_gguf(self.path)
         for field, value, least in (("n_ctx", n_ctx, 8), ("n_threads", n_threads, 1), ("n_batch", n_batch, 1)):
+            expect(field, value, (int, type(None)), "a whole number")
             if value is not None and value < least:
                 raise ConfigError(f"{field}={value} must be at least {least}")
         if kv_type not in KV_TYPES:

@@ -41,7 +41,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 
 from cachegen_rag.cache import KVCache, PrefillReport
-from cachegen_rag.config import ENV_PREFIX, check_shown_url, load_settings
+from cachegen_rag.config import ENV_PREFIX, check_shown_url, expect, load_settings
 from cachegen_rag.errors import ConfigError, ContextOverflowError
 from cachegen_rag.integrations.langchain import grammar as grammars
 from cachegen_rag.integrations.langchain.messages import convert
@@ -242,7 +242,9 @@ class ChatCacheGen(BaseChatModel):
         asked = self.logprobs if asked is None else asked
         top = kwargs.pop("top_logprobs", None)
         top = self.top_logprobs if top is None else top
+        expect("top_logprobs", top, (int, type(None)), "a whole number or None")
         stops = stop if stop is not None else self.stop
+        expect("stop", stops, (str, list, tuple, type(None)), "a list of texts")
         return Sampling(
             **values,
             stop=(stops,) if isinstance(stops, str) else tuple(stops or ()),
@@ -428,7 +430,11 @@ class ChatCacheGen(BaseChatModel):
         ``tool_choice``: ``"any"`` (or ``"required"``, True) forces a call, a tool's name forces that tool, ``"none"``
         forbids calls, None or ``"auto"`` lets the model choose between a call and text.
         """
-        made = [convert_to_openai_tool(tool) for tool in tools]
+        expect("tools", tools, Sequence, "a list of tools")
+        try:
+            made = [convert_to_openai_tool(tool) for tool in tools]
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"this is no tool: {error}") from error
         names = [tool["function"]["name"] for tool in made]
         if isinstance(tool_choice, str) and tool_choice not in ("any", "auto", "none", "required", *names):
             raise ConfigError(f"tool_choice {tool_choice!r} names none of the tools {', '.join(names)}")
@@ -450,7 +456,10 @@ class ChatCacheGen(BaseChatModel):
             raise ConfigError(f"method = {method!r}: must be json_schema, function_calling or json_mode")
         if kwargs:
             raise ConfigError(f"unknown arguments of with_structured_output: {', '.join(sorted(kwargs))}")
-        json_schema = convert_to_json_schema(schema)
+        try:
+            json_schema = convert_to_json_schema(schema)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"this is no schema: {error}") from error
         llm = self.bind(
             response_format={"type": "json_schema", "json_schema": {"schema": json_schema}},
             ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},

@@ -263,6 +263,13 @@ def test_a_grammar_of_ones_own(tiny_llm: Any) -> None:
 def test_tools_that_are_not_there(tiny_llm: Any, arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Pair"):
         tiny_llm.bind_tools([Pair], **arguments)
+    for nonsense in (5, "Pair", {"a": 1}):
+        with pytest.raises(ConfigError, match="tool"):
+            tiny_llm.bind_tools([nonsense])
+        with pytest.raises(ConfigError, match="schema"):
+            tiny_llm.with_structured_output(nonsense)
+    with pytest.raises(ConfigError, match="tools"):
+        tiny_llm.bind_tools(Pair)
     with pytest.raises(ConfigError, match="method"):
         tiny_llm.with_structured_output(Pair, method="prayer")
 
@@ -328,7 +335,13 @@ def test_a_prompt_that_does_not_fit(tiny_llm: Any) -> None:
             tiny_llm.invoke("river " * 3000)
 
 
-@pytest.mark.parametrize("arguments", [{"temprature": 1}, {"documents": [3]}, {"response_format": {"type": "xml"}}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"temprature": 1}, {"documents": [3]}, {"response_format": {"type": "xml"}}, {"stop": 3}, {"stop": [3]},
+        {"top_logprobs": "x"}, {"temperature": "hot"}, {"seed": 1.5}, {"tools": 5}, {"grammar": 5},
+    ],
+)  # fmt: skip
 def test_wrong_arguments_of_a_call(tiny_llm: Any, arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         tiny_llm.invoke("hi", **arguments)
