@@ -18,9 +18,8 @@ from cachegen_rag.manifest import Manifest
 from cachegen_rag.metrics import RequestRecord, SegmentRecord
 from cachegen_rag.models.base import Session
 from cachegen_rag.prompt import Prompt
-from cachegen_rag.recompute import Recompute, Scene, look, rewind
-from cachegen_rag.rope import RopeSpec
-from cachegen_rag.splice import Decode, Plan, Take, between, plan
+from cachegen_rag.recompute import Recompute, Scene, look, recompute_runs
+from cachegen_rag.splice import Decode, Plan, Range, Take, between, is_gap, leading_text, plan
 from cachegen_rag.streaming.parts import Part, Ready
 from cachegen_rag.streaming.pipeline import Loader
 from cachegen_rag.streaming.transfer import Transfer
@@ -32,7 +31,7 @@ TAKEN, DECODED = 1, 2
 class Source:
     """What prompts are assembled from: the stored documents, the loader, the level that is read.
 
-    recompute : which rows of the documents are computed anew, and how many. rope : of the engine, for methods that
+    recompute : which rows of the documents are computed anew, and how many. layers : of the model, for methods that
     look at the question. slo : seconds to the first token that requests should keep; it lets the level be chosen for
     each chunk. closed : why documents are not spliced (the model's gate), if they are not; exact runs still are reused.
     """
@@ -41,7 +40,7 @@ class Source:
     loader: Loader
     level: int
     recompute: Recompute
-    rope: RopeSpec
+    layers: int
     exact: ExactRuns | None = None
     slo: float | None = None
     closed: str | None = None
@@ -63,6 +62,7 @@ class Assembler:
         self._refused: dict[int, str | None] = {}  # parts handed to the engine, and why it would not have them
         self._due = time.monotonic() + source.slo if source is not None and source.slo is not None else None
         self._pending: list[int] | None = None  # start and stop of what is to be decoded next
+        self._gaps: list[Range] = []  # positions that were skipped or taken, and are computed when all is in place
         self._origin = np.zeros(len(prompt), dtype=np.int8)  # of every position: TAKEN or DECODED
         for segment in prompt.segments:
             part = SegmentRecord(segment.kind, len(segment), doc_id=segment.doc_id)
@@ -125,8 +125,8 @@ class Assembler:
             looking = self._looks_at()
             self._run_steps(session, at, looking)
             if looking < len(self._prompt):
-                at = self._look(session, looking)
-                self._run_steps(session, at, len(self._prompt))
+                self._look(session)
+                self._run_steps(session, looking, len(self._prompt))
         finally:
             self.close()
         self._tally()
@@ -135,10 +135,12 @@ class Assembler:
     def _run_steps(self, session: Session, start: int, stop: int) -> None:
         """Bring the prompt from position ``start`` to ``stop`` as planned."""
         for step in between(self._steps.steps, start, stop):
-            if isinstance(step, Decode):
-                self._decode_later(session, step.start, step.stop)
-            else:
+            if isinstance(step, Take):
                 self._take_loaded(session, step)
+            elif is_gap(step, self._prompt):
+                self._skip(session, step.start, step.stop)
+            else:
+                self._decode_later(session, step.start, step.stop)
         self._flush(session)
 
     def _looks_at(self) -> int:
@@ -149,22 +151,27 @@ class Assembler:
             return len(prompt)
         return prompt.offsets[-2]
 
-    def _look(self, session: Session, question: int) -> int:
-        """Score tokens by the question's attention, plan anew, drop what is recomputed; where the prompt then ends."""
+    def _look(self, session: Session) -> None:
+        """Score tokens by the question's attention, and plan anew: what is recomputed becomes a gap."""
         assert self._source is not None
-        spliced = [
-            i for i in self._steps.spliced if (self._origin[slice(*self._prompt.offsets[i : i + 2])] == TAKEN).any()
-        ]
+        prompt = self._prompt
+        spliced = [i for i in self._steps.spliced if (self._origin[slice(*prompt.offsets[i : i + 2])] == TAKEN).any()]
         if not spliced:
-            return question
+            return
+        if self._gaps and self._gaps[-1][1] == session.length:  # the question must see the row right before it
+            self._fill_gaps(session)
         began = time.perf_counter()
-        scores = look(session, self._prompt, self._source.rope)
-        scene = Scene(self._prompt, tuple(spliced), self._budget(self._steps), scores)
+        scores = look(session, prompt, self._source.layers)
+        scene = Scene(prompt, tuple(spliced), self._budget(self._steps), scores)
         again = self._source.recompute.method.choose(scene)
-        self._steps = plan(self._prompt, self._manifests.keys(), again, exact=self._exact)
-        at = rewind(session, self._prompt, again)
+        self._steps = plan(prompt, self._manifests.keys(), again, exact=self._exact)
+        wanted = np.zeros(len(prompt) + 1, dtype=np.int8)
+        for step in between(self._steps.steps, leading_text(prompt), prompt.offsets[-2]):
+            if isinstance(step, Decode):
+                wanted[step.start : step.stop] = self._origin[step.start : step.stop] != DECODED
+        edges = np.flatnonzero(np.diff(wanted, prepend=0)).tolist()
+        self._gaps = list(zip(edges[::2], edges[1::2], strict=True))
         self._record.segments[-1].recompute_ms += (time.perf_counter() - began) * 1e3
-        return at
 
     def _budget(self, steps: Plan) -> int:
         """Document tokens that may be recomputed."""
@@ -299,48 +306,64 @@ class Assembler:
                 at = self._prompt.offsets[index]
                 part.reason = part.reason or f"tokens {a - at}-{b - at}: {reason}"
 
+    def _skip(self, session: Session, start: int, stop: int) -> None:
+        """Leave out a short run between documents, to be computed in one call with the others."""
+        if self._pending is not None and self._pending[1] == start:  # behind text that is decoded anyway: with it
+            self._decode_later(session, start, stop)
+            return
+        self._flush(session)
+        session.skip(self._prompt.token_ids[start:stop])
+        self._gaps.append((start, stop))
+
     def _decode_later(self, session: Session, start: int, stop: int) -> None:
         """Join decodes that meet: one engine call for a question behind a chunk that did not load."""
         if self._pending is not None and self._pending[1] == start:
             self._pending[1] = stop
             return
         self._flush(session)
+        if self._gaps and self._gaps[-1][1] == start == session.length:
+            start, _ = self._gaps.pop()
+            session.truncate(start)
         self._pending = [start, stop]
 
     def _flush(self, session: Session) -> None:
+        """Decode what waits for it: the gaps before it first, which it must see."""
         if self._pending is None:
             return
         start, stop = self._pending
         self._pending = None
+        self._fill_gaps(session)
         began = time.perf_counter()
         session.decode(self._prompt.token_ids[start:stop])
-        self._origin[start:stop] = DECODED
-        spent = (time.perf_counter() - began) * 1e3
+        self._decoded([(start, stop)], time.perf_counter() - began)
+
+    def _fill_gaps(self, session: Session) -> None:
+        gaps, self._gaps = self._gaps, []
+        if gaps:
+            began = time.perf_counter()
+            recompute_runs(session, gaps)
+            self._decoded(gaps, time.perf_counter() - began)
+
+    def _decoded(self, runs: list[Range], seconds: float) -> None:
+        """Count what one or a few calls have computed."""
+        total = sum(stop - start for start, stop in runs)
         if self._source is not None:
-            self._source.loader.text.record(stop - start, start, spent / 1e3)
-        for index, part in enumerate(self._record.segments):
-            a, b = self._prompt.offsets[index], self._prompt.offsets[index + 1]
-            shared = min(b, stop) - max(a, start)
-            if shared > 0:
-                part.recompute_ms += spent * shared / (stop - start)
+            self._source.loader.text.record(total, runs[0][0], seconds)
+        for start, stop in runs:
+            self._origin[start:stop] = DECODED
+            for index, part in enumerate(self._record.segments):
+                a, b = self._prompt.offsets[index], self._prompt.offsets[index + 1]
+                shared = max(0, min(b, stop) - max(a, start))
+                part.recompute_ms += seconds * 1e3 * shared / total
 
     def _reuse(self, session: Session) -> int:
         """Leading text that the engine still holds from an earlier prompt, computed then: exact, and free."""
-        reuse = getattr(session, "reuse", None)
-        if reuse is None:
-            return 0
-        first = self._leading_text()
-        at = int(reuse(self._prompt.token_ids[:first])) if first else 0
+        first = leading_text(self._prompt)
+        at = session.reuse(self._prompt.token_ids[:first]) if first else 0
         if at and self._record.segments:
             self._record.segments[0].source = "memory"
         return at
 
     def _keep(self, session: Session) -> None:
-        keep = getattr(session, "keep", None)
-        if keep is not None and self._leading_text():
-            keep(self._leading_text())
-
-    def _leading_text(self) -> int:
-        """Tokens before the first document; none if there is no document, since then the question is among them."""
-        documents = self._prompt.documents
-        return self._prompt.offsets[documents[0]] if documents else 0
+        if leading_text(self._prompt):
+            session.keep(leading_text(self._prompt))

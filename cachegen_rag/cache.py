@@ -505,10 +505,10 @@ class KVCache:
             return None, f"no usable codec profile for this model: {error}"
         if library is None or self._loader is None:
             return None, "no codec profile for this model yet: prefill documents or calibrate"
-        level, rope = self.level(library.codec), self.model.rope
+        level, layers = self.level(library.codec), self.model.shape.layers
         closed = self.gate.refusal(deadline)
         recompute = self.recompute if closed is None else Recompute()  # closed or unreadable: there is none to be had
-        return Source(library, self._loader, level, recompute, rope, self._exact, self._slo, closed), None
+        return Source(library, self._loader, level, recompute, layers, self._exact, self._slo, closed), None
 
     def _count(self, record: RequestRecord) -> None:
         documents = [segment for segment in record.segments if segment.kind == "document"]

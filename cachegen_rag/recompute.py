@@ -6,8 +6,8 @@ ranges of rows per document. Those that look at the question first let the engin
 
 Sources: heads of documents are EPIC (Hu et al., 2024); deviation at layer 1 is CacheBlend (Yao et al., 2024);
 scoring by the question's attention with all documents at their global positions is the InfoFlow / ProphetKV family
-(2025). Counting only the layers in which spliced KV hurts, squaring the attention, and choosing runs by what a call
-costs are ours, measured by ``cachegen-rag bench splice``.
+(2025). Counting only the layers in which spliced KV hurts, squaring the attention, choosing runs and computing them
+in a few calls are ours, measured by ``cachegen-rag bench splice``.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.errors import ConfigError
-from cachegen_rag.kv import as_numpy
-from cachegen_rag.models.base import Session
+from cachegen_rag.models.base import Attended, Session
 from cachegen_rag.prompt import Prompt
-from cachegen_rag.rope import RopeSpec, rotate
 from cachegen_rag.splice import Plan, Range
 
 BAND = (0.45, 0.87)
 """The layers whose attention counts, as fractions of the depth: spliced KV hurts there (measured layer by layer)."""
 
-CALL_COST = 6.0
-"""What one more decode call costs, in tokens: the engine reads all weights for it."""
+RUN_COST = 4.0
+"""What one more run costs in choosing, in tokens: a long run sees its own new rows, short ones not those of others."""
+
+CALLS = 3
+"""Engine calls in which a prompt's runs are recomputed: each reads all weights once."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class Heads:
 
 @dataclass(frozen=True)
 class Deviation:
-    """The tokens whose KV deviates most. ``call_cost`` as in :func:`best_runs`."""
+    """The tokens whose KV deviates most. ``run_cost`` as in :func:`best_runs`."""
 
-    call_cost: float = 0.0
+    run_cost: float = 0.0
     name: str = "deviation"
     looks: bool = False
 
@@ -108,7 +109,7 @@ class Deviation:
             return {}
         if scene.deviation is None:
             raise ConfigError("recompute by deviation needs each token's deviation, which this engine does not give")
-        return _by_score(scene, scene.deviation, scene.budget, self.call_cost, {})
+        return _by_score(scene, scene.deviation, scene.budget, self.run_cost, {})
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class QueryAware:
     """The tokens the question attends to most, behind ``heads`` tokens of every document (0: by attention alone)."""
 
     heads: int = 0
-    call_cost: float = CALL_COST
+    run_cost: float = RUN_COST
     name: str = "query"
     looks: bool = True
 
@@ -128,7 +129,7 @@ class QueryAware:
             raise ConfigError("query-aware recompute needs scores: look at the question first")
         first = Heads(self.heads).choose(scene) if self.heads else {}
         left = scene.budget - sum(b - a for ranges in first.values() for a, b in ranges)
-        return _by_score(scene, scene.scores, left, self.call_cost, first)
+        return _by_score(scene, scene.scores, left, self.run_cost, first)
 
 
 METHODS: Mapping[str, Callable[[], Method]] = {
@@ -149,7 +150,7 @@ def method(name: str) -> Method:
 
 
 def _by_score(
-    scene: Scene, scores: NDArray[np.float32], budget: int, call_cost: float, first: dict[int, list[Range]]
+    scene: Scene, scores: NDArray[np.float32], budget: int, run_cost: float, first: dict[int, list[Range]]
 ) -> dict[int, list[Range]]:
     """The best runs over the documents' rows, ``first`` being chosen (and paid for) already."""
     rows: list[tuple[int, int]] = []  # document, row
@@ -163,19 +164,19 @@ def _by_score(
     if budget <= 0 or not rows:
         return out
     breaks = [n for n in range(1, len(rows)) if rows[n][0] != rows[n - 1][0]]
-    for a, b in best_runs(np.concatenate(weights), budget, call_cost, breaks):
+    for a, b in best_runs(np.concatenate(weights), budget, run_cost, breaks):
         index, row = rows[a]
         out.setdefault(index, []).append((row, row + b - a))
     return out
 
 
 def best_runs(
-    scores: NDArray[np.float32], budget: int, call_cost: float = CALL_COST, breaks: Sequence[int] = ()
+    scores: NDArray[np.float32], budget: int, run_cost: float = RUN_COST, breaks: Sequence[int] = ()
 ) -> list[Range]:
-    """Runs of rows with the largest sum of scores, at most ``budget`` rows, every run costing ``call_cost`` more.
+    """Runs of rows with the largest sum of scores, at most ``budget`` rows, every run costing ``run_cost`` more.
 
-    For a price per row, the best set of runs (score - price x (rows + call_cost x runs)) is found exactly in one pass;
-    the price is bisected until the rows fit the budget. ``call_cost=0`` gives the single best rows. No run crosses one
+    For a price per row, the best set of runs (score - price x (rows + run_cost x runs)) is found exactly in one pass;
+    the price is bisected until the rows fit the budget. ``run_cost=0`` gives the single best rows. No run crosses one
     of ``breaks``. Scores must be non-negative.
     """
     weights = np.maximum(np.nan_to_num(np.asarray(scores, dtype=np.float64)), 0.0)
@@ -188,7 +189,7 @@ def best_runs(
     best: list[Range] = []
     for _ in range(24):
         price = (low + high) / 2
-        runs = _runs_at(weights, price, price * call_cost, set(breaks))
+        runs = _runs_at(weights, price, price * run_cost, set(breaks))
         if sum(b - a for a, b in runs) <= budget:
             best, high = runs, price
         else:
@@ -224,56 +225,44 @@ def _runs_at(weights: NDArray[np.float64], price: float, opening: float, breaks:
     return runs[::-1]
 
 
-def attention(
-    queries: NDArray[np.float32],
-    query_positions: NDArray[np.int32],
-    keys: NDArray[np.float32],
-    key_positions: NDArray[np.int32],
-    rope: RopeSpec,
-    band: tuple[float, float] = BAND,
-) -> NDArray[np.float32]:
-    """How much each key weighs: squared softmax attention, summed over queries, heads and the layers of ``band``.
+def attention(seen: Attended) -> NDArray[np.float32]:
+    """How much each key weighs: squared softmax attention, summed over queries, heads and layers. Float32 ``[rows]``.
 
-    queries : float32 ``[layers, queries, heads, dim]``; keys : float32 ``[layers, keys, kv_heads, dim]``, both with
-    rotation removed and interleaved pairs. Returns float32 ``[keys]``. Causal by position.
+    Causal by position; the queries are of the last positions.
     """
-    layers, count, heads, dim = queries.shape
-    kv_heads = keys.shape[2]
+    _, count, heads, dim = seen.queries.shape
+    rows, kv_heads = seen.keys.shape[1:3]
     group = heads // kv_heads
-    first, last = int(layers * band[0]), max(int(layers * band[0]) + 1, int(np.ceil(layers * band[1])))
-    hidden = np.where(key_positions[None, :] <= query_positions[:, None], 0.0, -np.inf).astype(np.float32)
-    some = int(np.argmax(hidden.min(axis=0) < 0)) if hidden.min() < 0 else len(key_positions)  # none is hidden before
-    spread = RopeSpec(rope.inv_freq, "interleaved")
-    band_queries = rotate(queries[first:last], query_positions, spread) * np.float32(dim**-0.5)
-    band_keys = rotate(keys[first:last], key_positions, spread)
-    out = np.zeros(keys.shape[1], dtype=np.float32)
-    for q, k in zip(band_queries, band_keys, strict=True):
+    order = np.argsort(seen.positions, kind="stable")
+    after = np.triu(np.full((count, count), -np.inf, np.float32), 1)  # of one another the queries see the earlier ones
+    out = np.zeros(rows, dtype=np.float32)
+    for q, k in zip(seen.queries * np.float32(dim**-0.5), seen.keys, strict=True):
         for head in range(kv_heads):
-            rows = q[:, head * group : (head + 1) * group].reshape(count * group, dim)
-            weights = rows @ np.ascontiguousarray(k[:, head]).T
-            weights.reshape(count, group, -1)[:, :, some:] += hidden[:, None, some:]
+            asked = q[:, head * group : (head + 1) * group].reshape(count * group, dim)
+            weights = asked @ np.ascontiguousarray(k[order, head]).T
+            weights.reshape(count, group, rows)[:, :, rows - count :] += after[:, None]
             weights -= weights.max(axis=1, keepdims=True)
             np.maximum(weights, -40.0, out=weights)  # smaller ones become denormal numbers, which are slow
             np.exp(weights, out=weights)
             share = 1.0 / weights.sum(axis=1)
             np.square(weights, out=weights)
-            out += np.square(share) @ weights
+            out[order] += np.square(share) @ weights
     return out
 
 
-def look(session: Session, prompt: Prompt, rope: RopeSpec, band: tuple[float, float] = BAND) -> NDArray[np.float32]:
+def look(session: Session, prompt: Prompt, layers: int, band: tuple[float, float] = BAND) -> NDArray[np.float32]:
     """Run the question over the spliced KV and score every token of the prompt by the attention it gets.
 
-    The session must hold the prompt up to the question (the last segment); it is left so. Float32 ``[tokens]``.
+    The session must hold the prompt up to the question (the last segment); it is left so. Of the model's ``layers``
+    those in ``band`` are asked. Float32 ``[tokens]``.
     """
     start, stop = prompt.offsets[-2], prompt.offsets[-1]
-    _, queries = session.decode_with_queries(prompt.token_ids[start:stop])
-    kv = session.export(0, stop)
+    first = int(layers * band[0])
+    asked = range(first, max(first + 1, int(np.ceil(layers * band[1]))))
+    seen = session.attend(prompt.token_ids[start:stop], asked)
     session.truncate(start)
     scores = np.zeros(stop, dtype=np.float32)
-    keys = as_numpy(kv.keys).astype(np.float32, copy=False)
-    positions = np.arange(start, stop, dtype=np.int32)
-    scores[kv.positions] = attention(queries, positions, keys, kv.positions, rope, band)
+    scores[seen.positions] = attention(seen)
     return scores
 
 
@@ -314,12 +303,18 @@ class Recompute:
         return max(0, min(left, int(self.max_fraction * spliced)))
 
 
-def rewind(session: Session, prompt: Prompt, again: Mapping[int, Sequence[Range]]) -> int:
-    """Drop what stands behind the first row that is to be recomputed, so that a new plan can be executed from there.
+def recompute_runs(session: Session, runs: Sequence[Range], calls: int = CALLS) -> int:
+    """Compute runs of prompt positions anew, in about ``calls`` groups from front to back; how many groups they were.
 
-    Returns the position; the library must still hold the documents' rows.
+    Within a group the runs may not see each other's new rows (see ``Session.recompute``); a later group sees those of
+    the earlier ones. Measured, few groups lose little against one call a run, and cost a fraction of its time.
     """
-    starts = [prompt.offsets[index] + a for index, ranges in again.items() for a, b in ranges if a < b]
-    start = min([session.length, *starts])
-    session.truncate(start)
-    return start
+    groups: list[list[Range]] = [[] for _ in range(calls)]
+    total, at = sum(stop - start for start, stop in runs), 0.0
+    for start, stop in runs:
+        groups[min(calls - 1, int((at + (stop - start) / 2) * calls / total))].append((start, stop))
+        at += stop - start
+    used = [group for group in groups if group]
+    for group in used:
+        session.recompute(group)
+    return len(used)

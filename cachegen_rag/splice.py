@@ -16,7 +16,11 @@ Range: TypeAlias = tuple[int, int]
 """Rows ``start`` to ``stop`` of a segment, counted from the segment's first token."""
 
 MIN_TAKE = 4
-"""A shorter run between two recomputed ranges is recomputed too: a call costs more than the tokens it saves."""
+"""A shorter run between two recomputed ranges is recomputed too: as one run they see each other's new rows."""
+
+
+GAP_TOKENS = 64
+"""A shorter run between documents is computed in one call with the others; a longer one fills a call by itself."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,8 @@ class Builder(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, logits: bool = False) -> Any: ...
 
+    def skip(self, token_ids: Sequence[int]) -> None: ...
+
     def take(self, start: int, stop: int, token_ids: Sequence[int]) -> None: ...
 
 
@@ -199,11 +205,32 @@ def between(steps: Iterable[Step], start: int, stop: int) -> Iterator[Step]:
             yield replace(step, start=a, stop=b)
 
 
-def execute(steps: Iterable[Step], prompt: Prompt, session: Builder) -> None:
-    """Run ``steps`` on a session whose library already holds what they take."""
+def leading_text(prompt: Prompt) -> int:
+    """Tokens before the first document; none if there is no document, since then the question is among them."""
+    documents = prompt.documents
+    return prompt.offsets[documents[0]] if documents else 0
+
+
+def is_gap(step: Step, prompt: Prompt) -> bool:
+    """Whether a step may be left out at first and computed in one call with the others that were (``recompute``).
+
+    So are short runs between documents: separators, heads. Not what begins the prompt, nor what ends it.
+    """
+    inside = leading_text(prompt) <= step.start and step.stop < len(prompt)
+    return isinstance(step, Decode) and inside and len(step) < GAP_TOKENS
+
+
+def execute(steps: Iterable[Step], prompt: Prompt, session: Builder) -> list[Range]:
+    """Run ``steps`` on a session whose library already holds what they take; the gaps that are still to be computed."""
     ids = prompt.token_ids
+    gaps: list[Range] = []
     for step in steps:
+        part = ids[step.start : step.stop]
         if isinstance(step, Take):
-            session.take(step.start, step.stop, ids[step.start : step.stop])
+            session.take(step.start, step.stop, part)
+        elif is_gap(step, prompt):
+            session.skip(part)
+            gaps.append((step.start, step.stop))
         else:
-            session.decode(ids[step.start : step.stop])
+            session.decode(part)
+    return gaps

@@ -15,9 +15,9 @@ from cachegen_rag.correction import Correction, Fit
 from cachegen_rag.kv import KV, as_numpy
 from cachegen_rag.models.base import KVModel, KVTarget, Session
 from cachegen_rag.prompt import Prompt
-from cachegen_rag.recompute import Method, Scene, look, rewind
+from cachegen_rag.recompute import Method, Scene, look, recompute_runs
 from cachegen_rag.rope import from_interleaved, rotate
-from cachegen_rag.splice import Decode, Plan, between, execute, plan
+from cachegen_rag.splice import Decode, Plan, between, execute, is_gap, leading_text, plan
 from cachegen_rag.warm import WarmContext
 
 Fill = Callable[[KVTarget], None]
@@ -64,7 +64,7 @@ class Outcome:
     """The prompt spliced. ``kl`` nats and ``agree`` (0 or 1) per token; ``seconds`` to the first token.
 
     recomputed : fraction of the tokens between prefix and question that were decoded.
-    nll : of the answer, nats per token. calls : decode calls in front of the question.
+    nll : of the answer, nats per token. calls : decode calls before the one of the question that answers.
     """
 
     kl: NDArray[np.float64]
@@ -121,21 +121,28 @@ class Trial:
         for index, fill in fills.items():
             if index >= leading:
                 self._stage(session, prompt.offsets[index], prompt.offsets[index + 1], fill)
-        steps = plan(prompt, fills, exact=leading, min_take=1)
-        scores = None
-        at = calls = 0
-        if method.looks and budget:
-            execute(between(steps.steps, 0, question), prompt, session)
-            scores = look(session, prompt, model.rope)
-            calls, at = steps.calls, question
-        again = method.choose(Scene(prompt, steps.spliced, budget, scores, deviation))
-        if again:
-            steps = plan(prompt, fills, again, exact=leading, min_take=1)
-            at = rewind(session, prompt, again) if at else 0
-        execute(between(steps.steps, at, question), prompt, session)
+        looks = method.looks and budget > 0
+        steps = plan(prompt, fills, exact=leading)
+        if not looks:
+            again = method.choose(Scene(prompt, steps.spliced, budget, None, deviation))
+            steps = plan(prompt, fills, again, exact=leading)
+        ahead = list(between(steps.steps, 0, question))
+        gaps = execute(ahead, prompt, session)
+        calls = sum(isinstance(step, Decode) and not is_gap(step, prompt) for step in ahead)
+        if looks:
+            scores = look(session, prompt, model.shape.layers)
+            again = method.choose(Scene(prompt, steps.spliced, budget, scores, deviation))
+            steps = plan(prompt, fills, again, exact=leading)
+            gaps = [
+                (step.start, step.stop)
+                for step in between(steps.steps, leading_text(prompt), question)
+                if isinstance(step, Decode)
+            ]
+            calls += 1
+        if gaps:
+            calls += recompute_runs(session, gaps)
         logits = session.decode(prompt.segments[-1].token_ids, logits=True)
         seconds = time.perf_counter() - began
-        calls += sum(isinstance(step, Decode) for step in between(steps.steps, at, question))
         changed = self._read_answer(session, logits)
         return self.outcome(reference, changed, seconds, self._recomputed(steps, leading), calls)
 

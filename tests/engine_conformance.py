@@ -23,6 +23,7 @@ from cachegen_rag.errors import (
     SpliceRefusedError,
 )
 from cachegen_rag.models.base import Sampling, Token
+from cachegen_rag.rope import RopeSpec, rotate
 
 PREFIX, QUESTION = [1, 2, 3], [9, 8]
 
@@ -116,6 +117,70 @@ class SpliceConformance:
             session.decode(document[-5:])
             logits = session.decode(question, logits=True)
         np.testing.assert_allclose(logits, expected, atol=self.rounding)
+
+    def test_gaps_are_computed_afterwards(self, engine: Any, prompt: tuple[list[int], ...]) -> None:
+        """Tokens skipped at first, computed one after the other, end as if decoded in their place."""
+        prefix, document, question = prompt
+        expected = text_logits(engine, prefix, document, question)
+        kv, start, size = export(engine, prefix, document), len(prefix), len(document)
+        runs = [(start, start + 2), (start + size // 2, start + size // 2 + 3)]
+        with engine.session() as session:
+            target = session.stage(kv.positions + np.int32(start))
+            fill(target, kv)
+            session.commit(target)
+            session.decode(prefix)
+            at = start
+            for first, last in runs:
+                session.take(at, first, document[at - start : first - start])
+                session.skip(document[first - start : last - start])
+                at = last
+            session.take(at, start + size, document[at - start :])
+            assert session.token_ids == prefix + document
+            for run in runs:
+                session.recompute([run])
+            logits = session.decode(question, logits=True)
+        np.testing.assert_allclose(logits, expected, atol=self.rounding)
+
+    def test_recomputed_rows_replace_the_ones_before(self, engine: Any, prompt: tuple[list[int], ...]) -> None:
+        """In one call, what stands before a run being right, it becomes right itself, whatever it was."""
+        prefix, document, question = prompt
+        expected = text_logits(engine, prefix, document, question)
+        kv, start, size = export(engine, prefix, document), len(prefix), len(document)
+        runs = [(start + 1, start + 4), (start + size - 3, start + size)]
+        for rows in (slice(*runs[0]), slice(*runs[1])):
+            kv.values[:, rows.start - start : rows.stop - start] += 1.0
+        with engine.session() as session:
+            session.decode(prefix)
+            splice(session, kv, start)
+            session.recompute(runs[:1])
+            session.recompute(runs[1:])
+            assert session.length == start + size
+            logits = session.decode(question, logits=True)
+        np.testing.assert_allclose(logits, expected, atol=self.rounding)
+
+    def test_attending_sees_the_whole_prompt(self, engine: Any, prompt: tuple[list[int], ...]) -> None:
+        """Queries and keys of the layers asked for, rotated alike: their products are those without rotation."""
+        prefix, document, question = prompt
+        ids = prefix + document
+        with engine.session() as session:
+            session.decode(ids)
+            seen = session.attend(question, range(1, 3))
+            assert session.token_ids == ids + question
+            kv = session.export(0, session.length)
+        with engine.session() as session:
+            session.decode(ids)
+            _, queries = session.decode_with_queries(question)
+        order = np.argsort(seen.positions)
+        assert seen.positions[order].tolist() == list(range(len(ids) + len(question)))
+        here = np.arange(len(ids), len(ids) + len(question), dtype=np.int32)
+        plain = RopeSpec(engine.rope.inv_freq, "interleaved")
+        for n, layer in enumerate((1, 2)):
+            q, k = rotate(queries[layer], here, plain), rotate(kv.keys[layer], kv.positions, plain)
+            group = q.shape[1] // k.shape[1]
+            for head in range(q.shape[1]):
+                wanted = q[:, head] @ k[:, head // group].T
+                got = seen.queries[n, :, head] @ seen.keys[n][order, head // group].T
+                np.testing.assert_allclose(got, wanted, atol=2e-2 * np.abs(wanted).max())
 
     def test_a_stored_run_longer_than_what_is_taken(self, engine: Any, prompt: tuple[list[int], ...]) -> None:
         """Rows behind the last one taken lie at the question's positions and must not be seen by it."""
@@ -296,6 +361,46 @@ class EngineConformance(SpliceConformance):
             session.decode([1, 2])
             logits = session.decode([3, 4], logits=True)
         np.testing.assert_allclose(logits, expected, rtol=0, atol=self.exact)
+
+    @pytest.mark.parametrize(
+        "runs", [[(3, 3)], [(4, 2)], [(2, 4), (3, 5)], [(4, 6), (0, 2)], [(5, 9)], [(-1, 2)]], ids=str
+    )
+    def test_runs_that_are_none(self, engine: Any, runs: list[tuple[int, int]]) -> None:
+        with engine.session() as session:
+            session.decode([1, 2, 3, 4, 5, 6])
+            before = session.decode([7], logits=True)
+            with pytest.raises(ModelError, match="run"):
+                session.recompute(runs)
+            session.truncate(6)
+            np.testing.assert_allclose(session.decode([7], logits=True), before, atol=self.rounding)
+
+    def test_many_runs_longer_than_a_batch(self, engine: Any) -> None:
+        """More runs than fit one call, and runs longer than a batch: all of the prompt, over rows that are right."""
+        ids = (engine.tokenize(TEXT) * 50)[:700]
+        with engine.session() as session:
+            session.decode(ids)
+            expected = session.decode([9, 8], logits=True)
+        for runs in ([(n, n + 3) for n in range(0, 700, 7)], [(0, 690)], [(0, 300), (300, 699)]):
+            with engine.session() as session:
+                session.decode(ids)
+                session.recompute(runs)
+                np.testing.assert_allclose(session.decode([9, 8], logits=True), expected, atol=2 * self.rounding)
+
+    def test_recompute_is_cancelled(self, engine: Any) -> None:
+        with engine.session() as session:
+            session.decode([1, 2, 3, 4])
+            expected = session.decode([5], logits=True)
+            session.truncate(4)
+            session.cancelled = lambda: True
+
+            def recompute() -> None:
+                session.recompute([(1, 3)])
+                session.decode([5], logits=True)  # an engine may wait until something depends on it
+
+            with pytest.raises(RequestCancelledError):
+                recompute()
+            session.cancelled = None
+            np.testing.assert_allclose(session.decode([5], logits=True), expected, atol=self.rounding)
 
     def test_truncate_leaves_the_library(self, engine: Any) -> None:
         prefix, document, question = [1, 2, 3], engine.tokenize(TEXT), [9, 8]

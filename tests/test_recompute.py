@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachegen_rag.errors import ConfigError
+from cachegen_rag.models.base import Attended
 from cachegen_rag.prompt import Document as Doc
 from cachegen_rag.prompt import Prompt, Segment, plain_prompt
 from cachegen_rag.recompute import (
@@ -23,10 +24,9 @@ from cachegen_rag.recompute import (
     best_runs,
     look,
     method,
-    rewind,
+    recompute_runs,
 )
-from cachegen_rag.rope import RopeSpec, rotate
-from cachegen_rag.splice import between, execute, plan
+from cachegen_rag.splice import Decode, between, execute, leading_text, plan
 from cachegen_rag.trial import place
 
 
@@ -60,8 +60,8 @@ def test_runs_at_a_price_are_the_best_there_are(values, price, opening, breaks):
 
 
 @given(st.lists(st.floats(0, 1, width=32), max_size=60), st.integers(0, 70), st.sampled_from([0.0, 1.0, 4.0]))
-def test_runs_keep_the_budget_and_do_not_overlap(values, budget, call_cost):
-    runs = best_runs(np.array(values, np.float32), budget, call_cost, [5, 20])
+def test_runs_keep_the_budget_and_do_not_overlap(values, budget, run_cost):
+    runs = best_runs(np.array(values, np.float32), budget, run_cost, [5, 20])
     rows = [r for a, b in runs for r in range(a, b)]
     assert len(rows) <= budget and len(set(rows)) == len(rows) and rows == sorted(rows)
     assert all(0 <= a < b <= len(values) for a, b in runs)
@@ -143,25 +143,23 @@ def test_a_single_document_needs_no_recompute():
 
 def test_attention_is_the_squared_softmax_of_rotated_queries_and_keys():
     rng = np.random.default_rng(3)
-    rope = RopeSpec.plain(8)
-    queries = rng.normal(size=(4, 3, 4, 8)).astype(np.float32)
-    keys = rng.normal(size=(4, 6, 2, 8)).astype(np.float32)
-    query_positions, key_positions = np.arange(5, 8, dtype=np.int32), np.array([0, 1, 2, 5, 6, 7], np.int32)
+    queries = rng.normal(size=(2, 3, 4, 8)).astype(np.float32)
+    keys = rng.normal(size=(2, 6, 2, 8)).astype(np.float32)
+    query_positions, key_positions = np.arange(5, 8), np.array([6, 0, 1, 7, 5, 2], np.int32)  # in the engine's order
     wanted = np.zeros(6)
-    for layer in (1, 2):
-        q = rotate(queries[layer], query_positions, rope)
-        k = rotate(keys[layer], key_positions, rope)
+    for layer in range(2):
         for n in range(3):
             for head in range(4):
-                logits = k[:, head // 2] @ q[n, head] / np.sqrt(8)
+                logits = keys[layer][:, head // 2] @ queries[layer, n, head] / np.sqrt(8)
                 logits[key_positions > query_positions[n]] = -np.inf
                 p = np.exp(logits - logits.max())
                 wanted += (p / p.sum()) ** 2
-    got = attention(queries, query_positions, keys, key_positions, rope, band=(0.25, 0.75))
-    assert np.allclose(got, wanted, atol=1e-5)
+    assert np.allclose(attention(Attended(queries, keys, key_positions)), wanted, atol=1e-5)
 
 
-def test_looking_leaves_the_session_as_it_was_and_a_rewound_plan_ends_like_a_fresh_one(tiny_model):
+@pytest.fixture
+def spliced_prompt(tiny_model):
+    """A prompt of two documents, and a function that stages both as they are computed in it."""
     prompt = plain_prompt(
         tiny_model,
         ["the context", Doc("a city on the river and its king"), "and", Doc("the name of the stone"), "who?"],
@@ -177,23 +175,59 @@ def test_looking_leaves_the_session_as_it_was_and_a_rewound_plan_ends_like_a_fre
             place(kv[a:b])(target)
             session.commit(target, prompt.token_ids[a:b])
 
+    return prompt, stage
+
+
+def test_looking_leaves_the_session_as_it_was(tiny_model, spliced_prompt):
+    prompt, stage = spliced_prompt
     question = prompt.offsets[-2]
-    first = plan(prompt, prompt.documents)
+    steps = plan(prompt, prompt.documents).steps
     with tiny_model.session() as session:
         stage(session)
-        execute(between(first.steps, 0, question), prompt, session)
-        scores = look(session, prompt, tiny_model.rope)
+        (gap,) = execute(between(steps, 0, question), prompt, session)
+        assert gap == (prompt.offsets[2], prompt.offsets[3])  # "and" is left out at first
+        scores = look(session, prompt, tiny_model.shape.layers)
         assert session.token_ids == prompt.token_ids[:question]
         assert scores.shape == (len(prompt),) and np.all(scores >= 0) and scores[:question].max() > 0
-        again = QueryAware(call_cost=1.0).choose(Scene(prompt, first.spliced, 6, scores))
-        steps = plan(prompt, prompt.documents, again, min_take=1)
-        assert 0 < steps.recomputed <= 6
-        at = rewind(session, prompt, again)
-        assert at == min(prompt.offsets[i] + a for i, ranges in again.items() for a, _ in ranges)
-        execute(between(steps.steps, at, question), prompt, session)
-        rewound = session.decode(prompt.token_ids[question:], logits=True)
+        assert not scores[slice(*gap)].any()  # nothing attends to what has no rows yet
+
+
+def test_gaps_and_replaced_rows_end_like_the_full_prefill(tiny_model, spliced_prompt):
+    prompt, stage = spliced_prompt
+    question = prompt.offsets[-2]
+    again = {1: [(0, 3), (5, 6)], 3: [(2, 4)]}
+    steps = plan(prompt, prompt.documents, again, min_take=1).steps
+    runs = [(s.start, s.stop) for s in between(steps, leading_text(prompt), question) if isinstance(s, Decode)]
     with tiny_model.session() as session:
-        stage(session)
-        execute(between(steps.steps, 0, question), prompt, session)
-        fresh = session.decode(prompt.token_ids[question:], logits=True)
-    assert np.abs(rewound - fresh).max() < 1e-3
+        whole = session.decode(prompt.token_ids, logits=True)[question:]
+    with tiny_model.session() as session:  # rows that are right already: in one call they see the right ones
+        session.decode(prompt.token_ids[:question])
+        assert recompute_runs(session, runs, 1) == 1
+        in_place = session.decode(prompt.token_ids[question:], logits=True)
+    assert np.abs(in_place - whole).max() < 1e-2
+    off = []
+    for calls in (1, len(prompt)):  # gaps: each sees the others only if they were computed in calls before
+        with tiny_model.session() as session:
+            stage(session)
+            execute(between(steps, 0, question), prompt, session)
+            recompute_runs(session, runs, calls)
+            off.append(np.abs(session.decode(prompt.token_ids[question:], logits=True) - whole).max())
+    assert off[1] < 1e-2 < off[0] < 2.0
+
+
+def test_runs_are_grouped_in_order_and_evenly():
+    class Recorder:
+        def __init__(self):
+            self.groups = []
+
+        def recompute(self, runs):
+            self.groups.append(list(runs))
+
+    runs = [(n * 10, n * 10 + 1 + n % 5) for n in range(30)]
+    for calls in (1, 2, 3, 40):
+        recorder = Recorder()
+        assert recompute_runs(recorder, runs, calls) == len(recorder.groups) <= calls
+        assert [run for group in recorder.groups for run in group] == runs
+        sizes = [sum(b - a for a, b in group) for group in recorder.groups]
+        assert calls > 3 or max(sizes) - min(sizes) <= 5
+    assert recompute_runs(Recorder(), [], 3) == 0

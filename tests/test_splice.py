@@ -167,7 +167,8 @@ def spliced(session, prompt: Prompt, kv, steps: Plan):
             place(kv[step.start : step.stop])(target)
             session.commit(target, prompt.token_ids[step.start : step.stop])
     question = prompt.offsets[-2]
-    execute(between(steps.steps, 0, question), prompt, session)
+    for gap in execute(between(steps.steps, 0, question), prompt, session):
+        session.recompute([gap])  # one after the other: exact
     return session.decode(prompt.token_ids[question:], logits=True)
 
 

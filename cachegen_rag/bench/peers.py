@@ -49,9 +49,7 @@ class StateFile(PrefixPeer):
 
     def __init__(self, path: Path, *, n_ctx: int, n_threads: int, folder: Path) -> None:
         self._model = NativeModel(path)
-        self._context = NativeContext(
-            self._model, cells=n_ctx, sequences=1, n_batch=512, n_threads=n_threads, kv_type="f16"
-        )
+        self._context = NativeContext(self._model, cells=n_ctx, n_batch=512, n_threads=n_threads, kv_type="f16")
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "state_file.bin"
         self._room = n_ctx

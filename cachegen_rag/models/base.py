@@ -157,6 +157,19 @@ class KVTarget:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """Queries of the prompt's last tokens and keys of all its rows, as the engine has them: rotated, one pair layout.
+
+    queries : float32 ``[layers, tokens, heads, key_dim]``. keys : float32 ``[layers, rows, kv_heads, key_dim]``.
+    positions : int32 ``[rows]``, of the keys, in any order.
+    """
+
+    queries: NDArray[np.float32]
+    keys: NDArray[np.float32]
+    positions: NDArray[np.int32]
+
+
 class Session(Protocol):
     """One prompt under construction, with exclusive use of the engine's context. Not thread-safe."""
 
@@ -184,7 +197,28 @@ class Session(Protocol):
         """Like ``decode(..., logits=True)``, and the queries of these tokens as the engine computed them.
 
         Returns logits ``[tokens, vocabulary]`` and queries float32 ``[layers, tokens, heads, key_dim]``, rotation
-        removed, interleaved pairs. For calibration and for query-aware recompute selection.
+        removed, interleaved pairs. For calibration.
+        """
+
+    def attend(self, token_ids: Sequence[int], layers: range) -> Attended:
+        """Like ``decode``; what these tokens ask for and what the whole prompt answers in some layers.
+
+        For query-aware recompute selection.
+        """
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Append tokens whose rows :meth:`recompute` computes later; nothing attends to them until then.
+
+        A decode must not follow them directly.
+        """
+
+    def recompute(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Compute the rows of these runs of prompt positions anew, or for the first time, with as few calls as it can.
+
+        runs : ``(start, stop)``, disjoint and in order. Each sees all that stands before it; of the other runs of the
+        same call, an engine may let it see the rows as they were before (llama.cpp), none where there were none.
+
+        Raises ModelError on runs that are no such runs.
         """
 
     def reuse(self, token_ids: Sequence[int]) -> int:

@@ -22,8 +22,8 @@ from cachegen_rag.fingerprint import ModelFingerprint
 from cachegen_rag.kv import KVShape
 from cachegen_rag.models.identity import file_hash, tokenizer_hash
 from cachegen_rag.models.llama_check import check_context, refuse_by_kind
-from cachegen_rag.models.llama_kept import KEPT_RUNS, KeptRuns
-from cachegen_rag.models.llama_native import FIRST_KEPT, KV_TYPES, NativeContext, NativeModel, check_gguf
+from cachegen_rag.models.llama_kept import KeptRuns
+from cachegen_rag.models.llama_native import KV_TYPES, NativeContext, NativeModel, check_gguf
 from cachegen_rag.models.llama_rope import rope_spec
 from cachegen_rag.models.llama_session import LlamaSession
 from cachegen_rag.models.turns import Turns
@@ -231,7 +231,6 @@ class LlamaCppModel:
                 context = NativeContext(
                     native,
                     cells=cells,
-                    sequences=FIRST_KEPT + KEPT_RUNS,
                     n_batch=min(self._n_batch, cells),
                     n_threads=self.n_threads,
                     kv_type=self._kv_type,

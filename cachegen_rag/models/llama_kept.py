@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cachegen_rag.models.llama_native import FIRST_KEPT, MAIN, NativeContext
+from cachegen_rag.models.llama_native import FIRST_KEPT, FIRST_RUN, MAIN, NativeContext
 
-KEPT_RUNS = 5
+KEPT_RUNS = FIRST_RUN - FIRST_KEPT
 
 
 class KeptRuns:

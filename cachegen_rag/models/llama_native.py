@@ -29,6 +29,8 @@ from cachegen_rag.models.llama_queries import QueryTap
 
 MAIN, LIBRARY, SCRATCH = 0, 1, 2  # sequences: the prompt, staged rows, in between
 FIRST_KEPT = 3  # and the leading runs kept from earlier prompts
+FIRST_RUN = FIRST_KEPT + 5  # and runs of one prompt that are computed in one call
+RUNS_AT_ONCE = 64
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 GGML_LOG_LEVEL_ERROR = 4
 LOGGED_ERRORS = 8  # lines, the last ones
@@ -111,6 +113,11 @@ class NativeModel:
                 return buffer.value.decode("utf-8", "replace")
             size = needed + 1
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a sequence has a state of its own, all of it or in part."""
+        return bool(self.lib.llama_model_is_recurrent(self.pointer) or self.lib.llama_model_is_hybrid(self.pointer))
+
     def tokenize(self, text: bytes, special: bool) -> list[int]:
         """Token ids without BOS or EOS; ``special`` parses control-token markup."""
         room = len(text) + 16
@@ -162,14 +169,15 @@ def _strlen() -> Any:
 class NativeContext:
     """One context: a unified KV cache that several sequences share, and the batch that feeds it."""
 
-    def __init__(
-        self, model: NativeModel, *, cells: int, sequences: int, n_batch: int, n_threads: int, kv_type: str
-    ) -> None:
+    def __init__(self, model: NativeModel, *, cells: int, n_batch: int, n_threads: int, kv_type: str) -> None:
         lib = self.lib = model.lib
         self.model = model
         self.n_batch = n_batch
         params = lib.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = cells, n_batch, n_batch
+        self.runs_at_once = 1 if model.is_recurrent else RUNS_AT_ONCE  # there each sequence is a whole state
+        sequences = FIRST_RUN + self.runs_at_once
+        params.n_ctx = cells
+        params.n_batch = params.n_ubatch = max(n_batch, sequences)  # llama.cpp aborts on a batch with no room for each
         params.n_seq_max, params.kv_unified, params.flash_attn_type = sequences, True, 1
         params.n_threads = params.n_threads_batch = n_threads
         params.type_k = params.type_v = KV_TYPES[kv_type]
@@ -190,13 +198,13 @@ class NativeContext:
         size = self.n_batch
         self._tokens, self._positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self._counts, self._outputs = np.ones(size, np.int32), np.zeros(size, np.int8)
-        self._sequence = (ctypes.c_int32 * 1)(MAIN)
-        one = ctypes.cast(self._sequence, ctypes.POINTER(ctypes.c_int32))
-        self._sequences = (ctypes.POINTER(ctypes.c_int32) * size)(*[one] * size)
+        self._sequence = np.zeros(size, np.int32)  # of each token
 
         def pointer(array: NDArray[Any], kind: Any) -> Any:
             return array.ctypes.data_as(ctypes.POINTER(kind))
 
+        one = ctypes.POINTER(ctypes.c_int32)
+        self._sequences = (one * size)(*[pointer(self._sequence[i : i + 1], ctypes.c_int32) for i in range(size)])
         self._batch = self.lib.llama_batch(
             n_tokens=0,
             token=pointer(self._tokens, ctypes.c_int32),
@@ -214,16 +222,32 @@ class NativeContext:
         when llama.cpp fails otherwise.
         """
         count = len(token_ids)
-        self._tokens[:count] = token_ids
-        self._positions[:count] = np.arange(start, start + count, dtype=np.int32)
         self._outputs[:count] = all_logits
         self._outputs[count - 1] = 1
-        self._sequence[0] = sequence
+        self._decode([(sequence, start, token_ids)])
+
+    def decode_runs(self, runs: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Compute several runs in one call, without logits: of each its sequence, its first position and its tokens.
+
+        At most ``n_batch`` tokens; no two runs in one sequence. Raises as :meth:`decode` does.
+        """
+        self._outputs[:] = 0
+        self._decode(runs)
+
+    def _decode(self, runs: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        count = 0
+        for sequence, start, token_ids in runs:
+            stop = count + len(token_ids)
+            self._tokens[count:stop] = token_ids
+            self._positions[count:stop] = np.arange(start, start + len(token_ids), dtype=np.int32)
+            self._sequence[count:stop] = sequence
+            count = stop
         self._batch.n_tokens = count
         self._abort[0] = b"\0"
         code = self.lib.llama_decode(self.pointer, self._batch)
         if code == 2:
             raise RequestCancelledError(f"the request was cancelled while {count} tokens were computed")
+        start = runs[0][1]
         if code == 1:
             raise ContextOverflowError(
                 f"the engine's cache has no room for {count} tokens at position {start}: "

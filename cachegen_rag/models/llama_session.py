@@ -18,8 +18,8 @@ from cachegen_rag.errors import (
     SpliceRefusedError,
 )
 from cachegen_rag.kv import KV
-from cachegen_rag.models.base import KVTarget, Sampling, Token
-from cachegen_rag.models.llama_native import LIBRARY, MAIN, SCRATCH
+from cachegen_rag.models.base import Attended, KVTarget, Sampling, Token
+from cachegen_rag.models.llama_native import FIRST_RUN, LIBRARY, MAIN, SCRATCH
 from cachegen_rag.models.llama_sampling import Sampler, log_softmax, top_logprobs
 from cachegen_rag.models.llama_state import SequenceState, is_finite, layout, parse
 from cachegen_rag.models.text_stream import ByteStream
@@ -77,20 +77,33 @@ class LlamaSession:
     def decode_with_queries(self, token_ids: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """``decode(..., logits=True)`` and the queries float32 ``[layers, tokens, heads, key_dim]``, not rotated."""
         ids = [int(i) for i in token_ids]
+        out = np.empty((len(ids), self._model.n_vocab), np.float32)
+        rotated = self._decode_tapped(ids, out)
+        rope, positions = self._model.rope, np.arange(self.length - len(ids), self.length)
+        return out, rotate(to_interleaved(rotated, rope), positions, rope, inverse=True)
+
+    def attend(self, token_ids: Sequence[int], layers: range) -> Attended:
+        """``decode`` and, of some layers, the queries of these tokens and the keys of the whole prompt."""
+        queries = self._decode_tapped([int(i) for i in token_ids], None)
+        state = self._rows(0, self.length)
+        keys = np.stack([state.keys[layer] for layer in layers]).astype(np.float32)
+        return Attended(queries[layers.start : layers.stop], keys, state.positions)
+
+    def _decode_tapped(self, ids: list[int], logits: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        """Compute ``ids`` and return their queries as the engine has them; ``logits`` is filled if it is given."""
         self._check_splice()  # the rotation of a refused model is not known
         self._check_decode(ids)
-        shape, heads, rope = self._model.shape, self._model.n_head, self._model.rope
-        out = np.empty((len(ids), self._model.n_vocab), np.float32)
+        shape, heads = self._model.shape, self._model.n_head
         queries = np.empty((shape.layers, len(ids), heads, shape.key_dim), np.float32)
         for start in range(0, len(ids), self._context.n_batch):
             chunk = ids[start : start + self._context.n_batch]
-            stop, positions = start + len(chunk), np.arange(self.length, self.length + len(chunk))
+            rows = slice(start, start + len(chunk))
             with self._context.tap.tapped():
-                self._decode_batch(chunk, True)
-            out[start:stop] = self._context.logits(len(chunk))
-            rotated = self._context.tap.queries(shape.layers, len(chunk), heads, shape.key_dim)
-            queries[:, start:stop] = rotate(to_interleaved(rotated, rope), positions, rope, inverse=True)
-        return out, queries
+                self._decode_batch(chunk, logits is not None)
+            if logits is not None:
+                logits[rows] = self._context.logits(len(chunk))
+            queries[:, rows] = self._context.tap.queries(shape.layers, len(chunk), heads, shape.key_dim)
+        return queries
 
     def reuse(self, token_ids: Sequence[int]) -> int:
         """Begin the prompt with the longest leading run of ``token_ids`` that an earlier session kept."""
@@ -171,20 +184,58 @@ class LlamaSession:
         self._ids.extend(int(i) for i in token_ids)
         self._has_logits = False
 
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Append tokens whose rows :meth:`recompute` computes later; nothing attends to them until then."""
+        ids = [int(i) for i in token_ids]
+        self._check_splice()
+        self._check_tokens(ids)
+        self._ids.extend(ids)
+        self._has_logits = False
+
+    def recompute(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Compute runs of the prompt anew, or for the first time, in as few calls as they fit.
+
+        A run sees what stands before it when the call begins: of the other runs of its call, their rows as they were.
+        """
+        self._check_splice()
+        at = 0
+        for start, stop in runs:
+            if not at <= start < stop <= self.length:
+                raise ModelError(f"run {start} to {stop} is out of order, empty or outside {self.length} tokens")
+            at = stop
+        for batch in _batches(runs, self._context.n_batch, self._context.runs_at_once):
+            self._recompute(batch)
+
+    def _recompute(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Compute runs in one call, each in a sequence that shares what stands before it; then put them in place."""
+        context, batch = self._context, []
+        try:
+            for sequence, (start, stop) in enumerate(runs, FIRST_RUN):
+                context.copy(MAIN, sequence, 0, start)
+                if context.last_position(sequence) != start - 1:
+                    raise SpliceRefusedError(f"the prompt lacks the row of position {start - 1}, which a run follows")
+                batch.append((sequence, start, self._ids[start:stop]))
+            with self._cancellable(sum(stop - start for start, stop in runs)):
+                try:
+                    context.decode_runs(batch)
+                except ContextOverflowError:
+                    if not self._make_room():
+                        raise
+                    context.decode_runs(batch)
+            for (sequence, _, _), (start, stop) in zip(batch, runs, strict=True):
+                context.remove(MAIN, start, stop)
+                context.copy(sequence, MAIN, start, stop)
+        finally:
+            for sequence in range(FIRST_RUN, FIRST_RUN + len(runs)):
+                context.remove(sequence)
+        self._computed, self._has_logits = min(self._computed, runs[0][0]), False
+
     def export(self, start: int, stop: int) -> KV:
         """The KV of prompt positions ``start`` to ``stop``: keys float32 without rotation, values float16."""
         self._check_splice()
         if not 0 <= start <= stop <= self.length:
             raise ModelError(f"export({start}, {stop}) is outside the prompt's {self.length} tokens")
-        model = self._model
-        if start == stop:
-            state = layout(model.shape, np.empty(0, np.int32))
-        else:
-            self._context.copy(MAIN, SCRATCH, start, stop)
-            try:
-                state = parse(self._context.get_sequence(SCRATCH), model.shape)
-            finally:
-                self._context.remove(SCRATCH)
+        model, state = self._model, self._rows(start, stop)
         order = np.argsort(state.positions, kind="stable")
         positions = state.positions[order]
         rotated = np.stack([keys[order] for keys in state.keys])
@@ -192,6 +243,16 @@ class LlamaSession:
         values = np.stack([values[order] for values in state.values])
         ids = np.asarray(self._ids, dtype=np.int32)[positions]
         return KV(keys, values, ids, (positions - start).astype(np.int32))
+
+    def _rows(self, start: int, stop: int) -> SequenceState:
+        """The engine's rows of prompt positions ``start`` to ``stop``."""
+        if start == stop:
+            return layout(self._model.shape, np.empty(0, np.int32))
+        self._context.copy(MAIN, SCRATCH, start, stop)
+        try:
+            return parse(self._context.get_sequence(SCRATCH), self._model.shape)
+        finally:
+            self._context.remove(SCRATCH)
 
     def truncate(self, length: int) -> None:
         """Drop everything at positions ``length`` and beyond from the prompt (the library stays)."""
@@ -253,6 +314,11 @@ class LlamaSession:
             raise SpliceRefusedError(self._model.refusal)
 
     def _check_decode(self, ids: list[int]) -> None:
+        self._check_tokens(ids)
+        if ids and self._context.last_position(MAIN) != self.length - 1:
+            raise SpliceRefusedError(f"the prompt lacks the row of its last position, {self.length - 1}")
+
+    def _check_tokens(self, ids: list[int]) -> None:
         self._check_open()
         if self.length + len(ids) > self._model.n_ctx:
             raise ContextOverflowError(
@@ -262,8 +328,6 @@ class LlamaSession:
         wrong = next((i for i in ids if not 0 <= i < self._model.n_vocab), None)
         if wrong is not None:
             raise ModelError(f"token id {wrong} is not in the vocabulary of {self._model.n_vocab}")
-        if ids and self._context.last_position(MAIN) != self.length - 1:
-            raise SpliceRefusedError(f"the prompt lacks the row of its last position, {self.length - 1}")
 
     def _decode_batch(self, ids: list[int], logits: bool) -> None:
         """Decode at most ``n_batch`` tokens; the prompt is as before if that fails or is cancelled."""
@@ -328,3 +392,20 @@ class LlamaSession:
             for sequence in (MAIN, LIBRARY, SCRATCH):
                 self._context.remove(sequence)
             self._model.kept.settle(self._context)
+
+
+def _batches(runs: Sequence[tuple[int, int]], tokens: int, most: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut ``runs`` into calls of at most ``tokens`` and ``most`` runs, none of which begins where another one ends."""
+    batch: list[tuple[int, int]] = []
+    room = tokens
+    for start, stop in runs:
+        while start < stop:
+            if not room or len(batch) == most or (batch and batch[-1][1] == start):
+                yield batch
+                batch, room = [], tokens
+            end = min(stop, start + room)
+            batch.append((start, end))
+            room -= end - start
+            start = end
+    if batch:
+        yield batch

@@ -23,7 +23,7 @@ from cachegen_rag.errors import (
     SpliceRefusedError,
 )
 from cachegen_rag.kv import KV
-from cachegen_rag.models.base import KVTarget, Sampling, Token
+from cachegen_rag.models.base import Attended, KVTarget, Sampling, Token
 from cachegen_rag.models.text_stream import TextStream
 from cachegen_rag.models.torch_attention import Step, forward
 from cachegen_rag.models.torch_cache import KeptRuns, Library
@@ -107,14 +107,54 @@ class TransformersSession:
 
         Raises ContextOverflowError; SpliceRefusedError for a model whose queries cannot be compared with its keys.
         """
+        logits, queries = self._forward_with_queries(token_ids, len(token_ids))
+        positions = torch.arange(self.length - len(token_ids), self.length)
+        return logits.float().cpu().numpy(), unrotate(queries, positions, self._loaded.rope).cpu().numpy()
+
+    def attend(self, token_ids: Sequence[int], layers: range) -> Attended:
+        """Like ``decode``; of some layers, the queries of these tokens and the keys of the whole prompt.
+
+        Raises as :meth:`decode_with_queries` does.
+        """
+        some = slice(layers.start, layers.stop)
+        _, queries = self._forward_with_queries(token_ids, 1)
+        keys = self._cache.keys[some, :, : len(self._cells)].transpose(1, 2)
+        positions = np.asarray(self._cells, dtype=np.int32)
+        return Attended(queries[some].float().cpu().numpy(), keys.float().cpu().numpy(), positions)
+
+    def _forward_with_queries(self, token_ids: Sequence[int], keep: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the last ``keep`` of these tokens and the rotated queries of all, ``[layers, n, heads, dim]``."""
         self._require_splicing()
         self._flush()
         self._append(token_ids)
         collected: list[torch.Tensor] = []
-        logits = self._flush(len(token_ids), collected)
-        queries = torch.stack(collected).transpose(1, 2)  # [layers, heads, n, dim] -> [layers, n, heads, dim]
-        positions = torch.arange(self.length - len(token_ids), self.length)
-        return logits.float().cpu().numpy(), unrotate(queries, positions, self._loaded.rope).cpu().numpy()
+        logits = self._flush(keep, collected)
+        return logits, torch.stack(collected).transpose(1, 2)  # [layers, heads, n, dim] -> [layers, n, heads, dim]
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Append tokens whose rows are computed with what comes next: exact here."""
+        self._require_splicing()
+        self._append(token_ids)
+
+    def recompute(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Queue these runs of the prompt to be computed anew, together: exact here, each sees the new rows of others.
+
+        Raises ModelError on runs that are out of order, empty or outside the prompt.
+        """
+        self._require_splicing()
+        at = 0
+        for start, stop in runs:
+            if not at <= start < stop <= self.length:
+                raise ModelError(f"run {start} to {stop} is out of order, empty or outside {self.length} tokens")
+            at = stop
+        cells = set(self._queue)
+        for start, stop in runs:
+            first, last = np.searchsorted(self._cells, [start, stop])
+            cells.update(range(int(first), int(last)))
+        self._queue = sorted(cells)
+        if runs:
+            self._computed = min(self._computed, runs[0][0])
+            self._logits = None
 
     def reuse(self, token_ids: Sequence[int]) -> int:
         """Begin an empty prompt with the longest leading run of ``token_ids`` that an earlier session kept; its length.
