@@ -14,8 +14,8 @@ from cachegen_rag.models.base import KVModel
 from cachegen_rag.prompt import Document, document_tokens
 from cachegen_rag.warm import WarmContext
 
-BATCH_BYTES = 256 << 20
-"""Float32 KV of the documents that are computed together."""
+BATCH_BYTES = 64 << 20
+"""Float32 KV of the documents that are computed together: some seconds of work, after which it is stored and told."""
 
 Progress = Callable[[int, int, int, float], None]
 """Called with documents done, documents in all, tokens computed so far, and seconds since the start."""
@@ -130,4 +130,4 @@ class Prefill:
                 report.computed += 1
                 report.tokens += len(ids)
                 report.bytes += sum(segment.length for segment in manifest.segments())
-                self._tell()
+        self._tell()

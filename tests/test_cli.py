@@ -38,9 +38,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     (folder / "docs").mkdir()
     (folder / "docs" / "guide.md").write_text(GUIDE)
-    done = CliRunner().invoke(
-        app, ["calibrate", "-o", str(folder / "tiny.profile"), "-m", str(tiny_gguf), "--threads", "1", "--json"]
-    )
+    (folder / "sample.txt").write_text("\n\n".join(f"{n}. {part}" for n in range(9) for part in GUIDE.split("\n\n")))
+    options = ["-o", str(folder / "tiny.profile"), "-m", str(tiny_gguf), "--threads", "1", "--json"]
+    done = CliRunner().invoke(app, ["calibrate", str(folder / "sample.txt"), *options])
     assert done.exit_code == 0, done.output
     (folder / "settings.yaml").write_text(
         f"model: {{path: '{tiny_gguf}', n_threads: 1, n_ctx: 1500}}\nstore: {{url: '{folder / 'store'}'}}\n"
