@@ -40,6 +40,7 @@ from cachegen_rag.profiles import find_profile
 from cachegen_rag.prompt import Document, KnownTexts, Message, Prompt, build_prompt, document_tokens, with_documents
 from cachegen_rag.recompute import Heads, Recompute
 from cachegen_rag.results import CacheStats, Stream
+from cachegen_rag.shadow import ANSWER_TOKENS, Shadow, ShadowCheck
 from cachegen_rag.stores.base import FetchStore, Store, open_store
 from cachegen_rag.streaming.ahead import Ahead
 from cachegen_rag.streaming.pipeline import Loader
@@ -82,10 +83,12 @@ class KVCache:
     store_missed : compute and store documents that a request did not find in the store, when no request has run for a
         moment; a request that comes interrupts it. By default on a store that is not remote: readers of a shared one
         often may not write. ``idle.flush()`` waits for it.
+    shadow_fraction : of the spliced requests, how many are computed in full too, when no request has run for a moment:
+        ``stats()`` then says how far splicing is from the text on this application's requests.
     slo : seconds to the first token. On a remote store the level of each chunk is then chosen to keep it with the
         least loss; without it the first token comes as early as it can at ``level``.
     loader : makes the loader from the store and a name for this engine's costs.
-    on_request : called with every finished RequestRecord.
+    on_request : called with every finished RequestRecord. on_shadow : called with every finished ShadowCheck.
 
     Raises
     ------
@@ -108,10 +111,12 @@ class KVCache:
         salt: str = "",
         splice: bool = True,
         store_missed: bool | None = None,
+        shadow_fraction: float = 0.0,
         exact_bytes: int = EXACT_BYTES,
         slo: float | None = None,
         loader: Callable[[Store, str], Loader] = Loader,
         on_request: Callable[[RequestRecord], None] | None = None,
+        on_shadow: Callable[[ShadowCheck], None] | None = None,
     ) -> None:
         CacheArguments.check(
             level=level,
@@ -121,10 +126,12 @@ class KVCache:
             salt=salt,
             splice=splice,
             store_missed=store_missed,
+            shadow_fraction=shadow_fraction,
             exact_bytes=exact_bytes,
             slo=slo,
             loader=loader,
             on_request=on_request,
+            on_shadow=on_shadow,
         )
         expect("recompute", recompute, (int, Recompute, type(None)), "a number of tokens or a Recompute")
         if not isinstance(store, (str, Path)) and not callable(getattr(store, "put", None)):
@@ -147,7 +154,8 @@ class KVCache:
         self._splice = splice
         self._store_missed = not self.store.remote if store_missed is None else store_missed
         self.idle = IdleWork()
-        self._on_request = on_request
+        self._on_request, self._on_shadow = on_request, on_shadow
+        self._shadow = Shadow(shadow_fraction)
         self._warm: WarmContext | None = None
         self._gate: Keeper | None = None
         self._library: Library | None = None
@@ -184,7 +192,8 @@ class KVCache:
         """Whether this model may be spliced, and with how much recompute, if that was measured."""
         with self._setup:
             if self._gate is None:
-                self._gate = Keeper(self.model, self.store, self.warm, self._salt)
+                path = Path(self._profile) if isinstance(self._profile, (str, Path)) else None
+                self._gate = Keeper(self.model, self.store, self.warm, self._salt, path)
             return self._gate
 
     def calibrate_gate(self, **options: Any) -> Gate:
@@ -387,7 +396,7 @@ class KVCache:
     def stats(self) -> CacheStats:
         """Counts since the cache was opened, and the store's size."""
         with self._counting:
-            stats = dataclasses.replace(self._stats, miss_reasons=dict(self._reasons))
+            stats = dataclasses.replace(self._stats, miss_reasons=dict(self._reasons), **self._shadow.figures)
         try:
             stats.store_bytes = self.store.size()
             stats.store_documents = sum(1 for _ in self.store.keys("ac"))
@@ -448,6 +457,7 @@ class KVCache:
     ) -> Iterator[Token]:
         began = time.perf_counter()
         record.started_at = time.time()
+        answer: list[int] = []  # its first tokens
         assembler: Assembler | None = None
         try:
             source, refusal = self._source(spliced)
@@ -466,6 +476,8 @@ class KVCache:
                     record.completion_tokens += 1
                     record.finish_reason = token.finish_reason
                     record.total_ms = (time.perf_counter() - began) * 1e3
+                    if len(answer) < ANSWER_TOKENS:
+                        answer.append(token.id)
                     yield token
                     if cancelled is not None and cancelled():
                         raise RequestCancelledError("the request was cancelled while its answer was generated")
@@ -476,17 +488,43 @@ class KVCache:
             if self._exact is not None and spliced:
                 self._exact.observe(prompt)
             self._count(record)
+        self._check_later(prompt, answer, record)
+
+    def _check_later(self, prompt: Prompt, answer: list[int], record: RequestRecord) -> None:
+        """Have a spliced request computed in full when idle, if it is drawn."""
+        spliced = any(part.source == "store" for part in record.segments)
+        name = self._shadow.draw() if spliced and answer else None
+        if name is None:
+            return
+
+        def check(interrupted: Interrupted) -> None:
+            full, changed = (self._logits(prompt, answer, way, interrupted) for way in (False, True))
+            found = self._shadow.check(self.model.name, full, changed)
+            log.info("shadow check: KL %.3f, first choice the same in %.0f %%", found.kl, 100 * found.top1)
+            if self._on_shadow is not None:
+                try:
+                    self._on_shadow(found)
+                except Exception:  # as on_request
+                    log.exception("on_shadow failed")
+
+        self.idle.add(name, check)
 
     def logits(self, prompt: Prompt, answer: Sequence[int], *, spliced: bool = True) -> NDArray[np.float32]:
         """Logits float32 ``[len(answer), vocabulary]`` that the model gives each token of ``answer`` behind ``prompt``.
 
         For comparing the spliced path with the text path. Not counted as a request.
         """
+        return self._logits(prompt, answer, spliced, None)
+
+    def _logits(
+        self, prompt: Prompt, answer: Sequence[int], spliced: bool, cancelled: Callable[[], bool] | None
+    ) -> NDArray[np.float32]:
         prompt.require_fits(self.model.n_ctx, len(answer))
         source, refusal = self._source(spliced)
         assembler = Assembler(source, prompt, RequestRecord(), refusal)
         assembler.look_up()
         with self.model.session() as session:
+            session.cancelled = cancelled
             assembler.build(session)
             session.truncate(len(prompt) - 1)
             logits = session.decode([prompt.token_ids[-1], *answer[:-1]], logits=True)

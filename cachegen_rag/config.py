@@ -152,6 +152,9 @@ class Settings(_Section):
     store_missed: bool | None = Field(
         None, description="store documents that a request missed, when idle; none does on a store that is not remote"
     )
+    shadow_fraction: float = Field(
+        0.0, ge=0, le=1, description="of the spliced requests, how many are computed in full too, when idle"
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
 
@@ -179,10 +182,12 @@ class CacheArguments(_Section):
     salt: str
     splice: bool
     store_missed: bool | None
+    shadow_fraction: float = Field(ge=0, le=1)
     exact_bytes: int = Field(ge=0)
     slo: float | None = Field(gt=0, allow_inf_nan=False)
     loader: Callable[..., Any]
     on_request: Callable[..., Any] | None
+    on_shadow: Callable[..., Any] | None
 
     @field_validator("salt")
     @classmethod

@@ -2,20 +2,23 @@
 
 Quality of splicing depends on the model, so it is measured once per model: a few questions over documents shipped
 with the package are computed in full and spliced; the least budget whose KL meets the threshold is what the model
-needs. A model that meets it at no budget is not spliced: exact prefix reuse only. In service a :class:`Shadow`
-recomputes a sampled fraction of requests in full and counts the agreement.
+needs. A model that meets it at no budget is not spliced: exact prefix reuse only. In service ``shadow.py`` goes on
+measuring.
+
+A gate is looked for in the store, beside the profile that was given (``calibrate`` writes both), and among those that
+ship with the package.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +53,8 @@ BUDGETS = (0.0, 0.05, 0.10, 0.15, 0.30)
 
 QUESTIONS = 4
 MAX_GATE_BYTES = 1 << 16
+MIN_DOCUMENT = 16
+"""Tokens of the gate's documents: in a short context they are cut to fit, but not to less."""
 
 RETRY_SECONDS = 30.0
 """How long a gate that could not be read counts as unreadable before the store is asked again."""
@@ -82,10 +87,22 @@ class Gate:
         """Why the model is not spliced, or None."""
         if self.open:
             return None
-        least = min(self.kl.values(), default=float("nan"))
+        if not self.kl:
+            return "what splicing costs this model was not measurable, e.g. in too short a context"
+        least = min(self.kl.values())
         return (
             f"spliced answers differ too much on this model: KL {least:.2f} per token at best where "
             f"{self.threshold:g} is allowed; only exact prefixes are reused"
+        )
+
+    @property
+    def summary(self) -> str:
+        """What was measured, in words."""
+        if self.budget is None:
+            return f"closed: {self.refusal}"
+        return (
+            f"open with {self.budget:.0%} of the documents recomputed: KL {self.kl[f'{self.budget:g}']:.3f} per token "
+            f"over {self.questions} questions, {self.threshold:g} is allowed"
         )
 
     def to_bytes(self) -> bytes:
@@ -113,6 +130,7 @@ class Gate:
             ("threshold", gate.threshold >= 0, "0 or more"),
             ("budget", gate.budget is None or 0 <= gate.budget <= 1, "between 0 and 1, or null"),
             ("questions", 0 <= gate.questions < 1 << 31, "0 or more"),
+            ("kl", gate.budget is None or f"{gate.budget:g}" in gate.kl, "what was measured, the budget's KL too"),
         ):
             if not right:
                 raise ProfileError(f"not a gate: {name} = {getattr(gate, name)!r:.40} must be {accepted}")
@@ -129,13 +147,16 @@ def measure(
     questions: int = QUESTIONS,
     document_length: int = 200,
     method: Method | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Gate:
     """Find the least budget whose mean KL per token meets ``threshold``, trying ``budgets`` in their order.
 
     coder : how a document's KV is stored and read back; by default not at all. Pass one that encodes and decodes, so
         that the gate sees what requests will see.
+    progress : called with what is being done, how much of it is done, and how much there is at most.
     A model with a ``refusal`` of its own gets a closed gate at once; so does one whose context is too short.
     """
+    done, tell = 0, progress or (lambda *_: None)
     if not budgets:
         raise ConfigError("the gate needs at least one budget to try")
     warm = warm or WarmContext.for_model(model)
@@ -143,14 +164,23 @@ def measure(
     if model.refusal is not None:
         return Gate(digest, threshold, None)
     try:
-        cases = [_Case.of(model, warm, coder, trial) for trial in _trials(model, questions, document_length)]
+        trials = _trials(model, questions, document_length)
+        total = len(trials) * (1 + len(budgets))
+        cases = []
+        for trial in trials:
+            cases.append(_Case.of(model, warm, coder, trial))
+            tell("splice gate", done := done + 1, total)
     except ContextOverflowError:
         return Gate(digest, threshold, None)
     kl: dict[str, float] = {}
     for budget in budgets:
-        outcomes = [case.spliced(model, method or QueryAware(), budget) for case in cases]
+        outcomes = []
+        for case in cases:
+            outcomes.append(case.spliced(model, method or QueryAware(), budget))
+            tell("splice gate", done := done + 1, total)
         kl[f"{budget:g}"] = value = float(np.concatenate([o.kl for o in outcomes]).mean())
         if value <= threshold:
+            tell("splice gate", total, total)
             return Gate(digest, threshold, float(budget), kl, len(cases))
     return Gate(digest, threshold, None, kl, len(cases))
 
@@ -192,9 +222,11 @@ def _trials(model: KVModel, count: int, length: int) -> list[Trial]:
     for question in shipped["questions"][:count]:
         messages = [Message.of("system", SYSTEM), Message.of("user", f"Question: {question['question']}")]
         documents = [Document(shipped["passages"][name]) for name in question["passages"]]
-        prompt = build_prompt(model, with_documents(messages, documents), max_document_tokens=length)
+        turns = with_documents(messages, documents)
         answer, _ = document_tokens(model, question["answers"][0])
-        trials.append(Trial(prompt, answer))
+        rest = len(build_prompt(model, turns, max_document_tokens=1)) - len(documents) + len(answer)
+        fitting = max(MIN_DOCUMENT, min(length, (model.n_ctx - rest) // len(documents)))
+        trials.append(Trial(build_prompt(model, turns, max_document_tokens=fitting), answer))
     return trials
 
 
@@ -235,14 +267,44 @@ def load(store: Store, fingerprint: ModelFingerprint, salt: str = "", *, deadlin
     return gate
 
 
+def shipped_gate(fingerprint: ModelFingerprint) -> Gate | None:
+    """The gate that ships with this package for exactly this model in this warm context, or None."""
+    digest = fingerprint.digest().hex()
+    path = files("cachegen_rag") / "data" / "gates" / f"{digest[:16]}.json"
+    gate = Gate.from_bytes(path.read_bytes()) if path.is_file() else None
+    return gate if gate is not None and gate.fingerprint == digest else None
+
+
+def path_beside(profile: Path) -> Path:
+    """Where ``calibrate`` writes the gate that belongs to a profile's file."""
+    return profile.with_name(profile.name + ".gate.json")
+
+
+def gate_beside(profile: Path, fingerprint: ModelFingerprint) -> Gate | None:
+    """The gate beside a profile's file; None if there is none, or one of another model (a profile may serve several).
+
+    Raises ProfileError if what lies there is no gate, or cannot be read.
+    """
+    path = path_beside(profile)
+    try:
+        gate = Gate.from_bytes(path.read_bytes()) if path.is_file() else None
+    except OSError as error:
+        raise ProfileError(f"cannot read the gate {path}: {error.strerror}") from error
+    return gate if gate is not None and gate.fingerprint == fingerprint.digest().hex() else None
+
+
 class Keeper:
     """The gate of one model in one store: read on first use, measured on request.
+
+    profile : the file of the codec profile, if one was given: a gate may lie beside it.
 
     A gate that cannot be read is not an absent one: it may be closed. Until it can be read, no document is spliced.
     """
 
-    def __init__(self, model: KVModel, store: Store, warm: WarmContext, salt: str = "") -> None:
-        self._model, self._store, self._warm, self._salt = model, store, warm, salt
+    def __init__(
+        self, model: KVModel, store: Store, warm: WarmContext, salt: str = "", profile: Path | None = None
+    ) -> None:
+        self._model, self._store, self._warm, self._salt, self._profile = model, store, warm, salt, profile
         self._lock = threading.Lock()
         self._known = False
         self._gate: Gate | None = None
@@ -271,7 +333,7 @@ class Keeper:
             if not self._known and time.monotonic() >= self._retry_at:
                 fingerprint = fingerprint_of(self._model.fingerprint, self._warm)
                 try:
-                    self._gate = load(self._store, fingerprint, self._salt, deadline=deadline)
+                    self._gate = self._find(fingerprint, deadline)
                     self._known, self._unreadable = True, None
                 except (StoreUnavailableError, DeadlineExceededError) as error:
                     # Whoever filled a tier asked for the gate before the documents: one that exists lies there too.
@@ -286,6 +348,12 @@ class Keeper:
             return self._gate, self._unreadable
         finally:
             self._lock.release()
+
+    def _find(self, fingerprint: ModelFingerprint, deadline: float | None) -> Gate | None:
+        found = load(self._store, fingerprint, self._salt, deadline=deadline)
+        if found is None and self._profile is not None:
+            found = gate_beside(self._profile, fingerprint)
+        return found or shipped_gate(fingerprint)
 
     def calibrate(self, **options: Any) -> Gate:
         """Measure (see :func:`measure` for the options) and keep the result in the store. Raises StoreError."""
@@ -304,40 +372,3 @@ class Keeper:
 
 def _unreadable(error: Exception) -> str:
     return f"whether this model may be spliced is in the store and cannot be read: {error}"
-
-
-class Shadow:
-    """Recomputes a sampled fraction of spliced requests in full and counts how often the first token agrees.
-
-    fraction : of the requests that are checked, 0 to 1. Thread-safe. The caller passes a function that computes the
-    prompt in full, so that a check costs nothing when it is not drawn.
-    """
-
-    def __init__(self, fraction: float, *, seed: int | None = None) -> None:
-        if not 0.0 <= fraction <= 1.0:
-            raise ConfigError(f"shadow fraction {fraction} must be from 0 to 1")
-        self._fraction = fraction
-        self._random = random.Random(seed)
-        self._lock = threading.Lock()
-        self.checked = 0
-        self.agreed = 0
-
-    def drawn(self) -> bool:
-        """Whether this request is to be checked."""
-        with self._lock:
-            return self._fraction > 0 and self._random.random() < self._fraction
-
-    def compare(self, spliced: Sequence[int], full: Sequence[int]) -> float:
-        """Count a checked request, greedy tokens of both: the share of ``full`` that ``spliced`` begins with."""
-        pairs = enumerate(zip(spliced, full, strict=False))
-        same = next((n for n, (a, b) in pairs if a != b), min(len(spliced), len(full)))
-        with self._lock:
-            self.checked += 1
-            self.agreed += list(spliced) == list(full)
-        return same / len(full) if full else 1.0
-
-    @property
-    def agreement(self) -> float | None:
-        """The share of checked requests whose answers were the same; None if none was checked."""
-        with self._lock:
-            return self.agreed / self.checked if self.checked else None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cachegen_rag.errors import MissingDependencyError
 from cachegen_rag.metrics import RequestRecord, SegmentRecord
+from cachegen_rag.shadow import ShadowCheck
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -37,6 +38,9 @@ STORED_TOKENS = "cachegen_stored_tokens"
 DOCUMENTS = "cachegen_documents"
 MISSES = "cachegen_document_misses"
 STAGE = "cachegen_stage_seconds"
+SHADOW_CHECKS = "cachegen_shadow_checks"
+SHADOW_KL = "cachegen_shadow_kl_nats"
+SHADOW_TOP1 = "cachegen_shadow_top1"
 METRICS = {
     REQUESTS: "Requests by how they ended",
     TTFT: "From the request to its first token",
@@ -49,10 +53,16 @@ METRICS = {
     DOCUMENTS: "Documents in prompts: hit (spliced) or miss (computed from the text)",
     MISSES: "Documents computed from the text, by reason",
     STAGE: "Time spent in fetch, decode, splice and recompute",
+    SHADOW_CHECKS: "Spliced requests that were computed in full too",
+    SHADOW_KL: "KL per token of a spliced request against the same computed in full",
+    SHADOW_TOP1: "Share of its tokens whose most likely token is the same, the last check",
 }
 STAGES = ("fetch", "decode", "splice", "recompute")
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of the histograms' buckets."""
+
+NATS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""Upper bounds of the KL's buckets."""
 
 SPAN_REQUEST = "chat"
 SPAN_SEGMENT = "cachegen.segment"
@@ -105,7 +115,7 @@ class PrometheusObserver:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         try:
-            from prometheus_client import REGISTRY, Counter, Histogram
+            from prometheus_client import REGISTRY, Counter, Gauge, Histogram
         except ImportError as error:
             raise _missing("prometheus-client") from error
         home = registry or REGISTRY
@@ -113,8 +123,8 @@ class PrometheusObserver:
         def counter(name: str, *labels: str) -> Any:
             return Counter(name, METRICS[name], ("model", *labels), registry=home)
 
-        def histogram(name: str, *labels: str) -> Any:
-            return Histogram(name, METRICS[name], ("model", *labels), registry=home, buckets=SECONDS)
+        def histogram(name: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Any:
+            return Histogram(name, METRICS[name], ("model", *labels), registry=home, buckets=buckets)
 
         self._requests = counter(REQUESTS, "finish_reason")
         self._prompt = counter(PROMPT_TOKENS, "source")
@@ -125,6 +135,8 @@ class PrometheusObserver:
         self._misses = counter(MISSES, "reason")
         self._ttft, self._wait, self._duration = histogram(TTFT), histogram(WAIT), histogram(DURATION)
         self._stage = histogram(STAGE, "stage")
+        self._shadow_checks, self._shadow_kl = counter(SHADOW_CHECKS), histogram(SHADOW_KL, buckets=NATS)
+        self._shadow_top1 = Gauge(SHADOW_TOP1, METRICS[SHADOW_TOP1], ("model",), registry=home)
         self._reasons: set[str] = set()
 
     def __call__(self, record: RequestRecord) -> None:
@@ -144,6 +156,12 @@ class PrometheusObserver:
         for segment in record.segments:
             if segment.kind == "document":
                 self._document(model, segment)
+
+    def shadow(self, check: ShadowCheck) -> None:
+        """Count a shadow check: ``KVCache(..., on_shadow=observer.shadow)``."""
+        self._shadow_checks.labels(check.model).inc()
+        self._shadow_kl.labels(check.model).observe(check.kl)
+        self._shadow_top1.labels(check.model).set(check.top1)
 
     def _document(self, model: str, segment: SegmentRecord) -> None:
         if segment.source == "text":

@@ -52,6 +52,7 @@ def open_cache(settings: Settings, *, model: KVModel | None = None, store: Store
     salt = settings.store.salt.get_secret_value() if settings.store.salt is not None else ""
     options: dict[str, Any] = {"profile": settings.codec.profile, "level": settings.codec.level, "salt": salt}
     options |= {"recompute": settings.recompute, "slo": settings.stream.slo, "store_missed": settings.store_missed}
+    options["shadow_fraction"] = settings.shadow_fraction
     return KVCache(
         model if model is not None else open_model(settings),
         store if store is not None else open_settings_store(settings),

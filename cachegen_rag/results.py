@@ -14,7 +14,11 @@ from cachegen_rag.models.base import Token
 
 @dataclass
 class CacheStats:
-    """Counts since the cache was opened, and what the store holds now (None where a store cannot tell)."""
+    """Counts since the cache was opened, and what the store holds now (None where a store cannot tell).
+
+    ``shadow_...`` are of requests that were computed in full too: how many, and per token of their answers the mean KL
+    in nats and the share whose most likely token was the same; None while none was.
+    """
 
     requests: int = 0
     hits: int = 0
@@ -24,6 +28,9 @@ class CacheStats:
     recomputed_tokens: int = 0
     prompt_tokens: int = 0
     bytes_fetched: int = 0
+    shadow_checks: int = 0
+    shadow_kl: float | None = None
+    shadow_top1: float | None = None
     store_bytes: int | None = None
     store_documents: int | None = None
 

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from cachegen_rag.errors import (
     ProfileError,
     StoreUnavailableError,
 )
-from cachegen_rag.gate import Gate, Shadow
+from cachegen_rag.gate import Gate
 from cachegen_rag.kv import KV
 from cachegen_rag.recompute import Heads
 from cachegen_rag.stores.base import open_store
@@ -205,16 +206,62 @@ def _objects(store, fingerprint):
     return [segment.sha256 for segment in Manifest.from_bytes(pointer).segments()]
 
 
-def test_shadow_checks_a_fraction_and_counts_agreement():
-    assert not any(Shadow(0.0).drawn() for _ in range(50))
-    assert all(Shadow(1.0).drawn() for _ in range(50))
-    shadow = Shadow(0.25, seed=1)
-    assert 180 < sum(shadow.drawn() for _ in range(1000)) < 320
-    assert shadow.agreement is None
-    assert shadow.compare([1, 2, 3], [1, 2, 3]) == 1.0
-    assert shadow.compare([1, 2, 9], [1, 2, 3, 4]) == 0.5
-    assert shadow.compare([], []) == 1.0
-    assert shadow.compare([7], [8]) == 0.0
-    assert (shadow.checked, shadow.agreed, shadow.agreement) == (4, 2, 0.5)
-    with pytest.raises(ConfigError, match="fraction"):
-        Shadow(1.5)
+def test_the_shipped_gate_is_of_exactly_one_model(tiny_model, monkeypatch, tmp_path):
+    fingerprint = tiny_model.fingerprint
+    digest = fingerprint.digest().hex()
+    folder = tmp_path / "data" / "gates"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(gate, "files", lambda _: tmp_path)
+    assert gate.shipped_gate(fingerprint) is None
+    file = folder / f"{digest[:16]}.json"
+    file.write_bytes(replace(EXAMPLE, fingerprint=digest).to_bytes())
+    assert gate.shipped_gate(fingerprint) == replace(EXAMPLE, fingerprint=digest)
+    assert gate.shipped_gate(replace(fingerprint, context="00" * 32)) is None
+    file.write_bytes(EXAMPLE.to_bytes())
+    assert gate.shipped_gate(fingerprint) is None
+
+
+def test_what_ships_is_readable_and_named_after_its_model():
+    folder = Path(gate.__file__).parent / "data" / "gates"
+    assert list(folder.iterdir())
+    for path in folder.iterdir():
+        assert Gate.from_bytes(path.read_bytes()).fingerprint[:16] == path.stem
+
+
+def test_a_gate_is_looked_for_in_the_store_then_beside_the_profile(tiny_model, tmp_path):
+    warm = WarmContext((context_ids(tiny_model, ["the river"]),), tiny_model.n_ctx)
+    fingerprint = gate.fingerprint_of(tiny_model.fingerprint, warm)
+    store, profile = MemoryStore(), tmp_path / "model.cgp"
+
+    def keeper():
+        return gate.Keeper(tiny_model, store, warm, profile=profile)
+
+    assert keeper().gate is None
+    gate.path_beside(profile).write_bytes(EXAMPLE.to_bytes())
+    assert keeper().gate is None and keeper().refusal() is None, "a profile may serve several models"
+    beside = replace(EXAMPLE, fingerprint=fingerprint.digest().hex())
+    gate.path_beside(profile).write_bytes(beside.to_bytes())
+    assert keeper().gate == beside and keeper().recompute.budget == 0.15
+    gate.save(store, fingerprint, replace(beside, budget=None))
+    assert not keeper().gate.open
+    store.clear() if hasattr(store, "clear") else store._objects.clear()
+    gate.path_beside(profile).write_bytes(b"{")
+    assert "cannot be read" in keeper().refusal(), "it may be closed"
+
+
+def test_progress_and_the_words_for_what_was_measured(tiny_model):
+    told = []
+    found = measure(tiny_model, threshold=1.0, progress=lambda *step: told.append(step))
+    assert told[0] == ("splice gate", 1, 6) and told[-1] == ("splice gate", 6, 6)
+    assert found.summary.startswith("open with 0% of the documents recomputed: KL 0.")
+    assert EXAMPLE.summary.startswith("open with 15% of the documents recomputed: KL 0.090 per token over 4 questions")
+    assert replace(EXAMPLE, budget=None).summary.startswith("closed: spliced answers differ too much")
+    assert "not measurable" in replace(EXAMPLE, budget=None, kl={}).summary
+
+
+def test_documents_are_cut_to_fit_a_short_context(tiny_path):
+    from cachegen_rag.models.llama_cpp import LlamaCppModel
+
+    with LlamaCppModel(tiny_path(), n_ctx=700, n_threads=1) as model:
+        found = measure(model, threshold=1e9, document_length=200)
+        assert found.open and found.questions == 1

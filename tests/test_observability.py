@@ -13,6 +13,7 @@ import pytest
 from cachegen_rag import observability as seen
 from cachegen_rag.errors import MissingDependencyError
 from cachegen_rag.metrics import RequestRecord, SegmentRecord
+from cachegen_rag.shadow import ShadowCheck
 from cachegen_rag.report import load_runs
 
 HIT = SegmentRecord(
@@ -31,6 +32,8 @@ def test_prometheus() -> None:
     observer = seen.PrometheusObserver(registry)
     observer(RECORD)
     observer(CANCELLED)
+    observer.shadow(ShadowCheck("m", kl=0.02, top1=0.5, tokens=4))
+    observer.shadow(ShadowCheck("m", kl=0.04, top1=1.0, tokens=4))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, {"model": "m", **labels})
@@ -49,6 +52,9 @@ def test_prometheus() -> None:
     assert value("cachegen_time_to_first_token_seconds_count") == 1, "a request without a token has no time to it"
     assert value("cachegen_time_to_first_token_seconds_sum") == pytest.approx(0.12)
     assert value("cachegen_stage_seconds_sum", stage="decode") == pytest.approx(0.008)
+    assert value("cachegen_shadow_checks_total") == 2 and value("cachegen_shadow_top1") == 1.0
+    assert value("cachegen_shadow_kl_nats_sum") == pytest.approx(0.06)
+    assert value("cachegen_shadow_kl_nats_bucket", le="0.03") == 1
     exported = {m.name for m in registry.collect()}
     assert exported == set(seen.METRICS)
 

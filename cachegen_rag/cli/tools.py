@@ -68,16 +68,26 @@ def calibrate(
     model: ModelFile = None,
     n_ctx: ContextTokens = None,
     threads: Threads = None,
+    store: StoreUrl = None,
+    gate: Annotated[
+        bool, typer.Option(help="Measure too how much of spliced documents this model needs recomputed.")
+    ] = True,
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Learn a codec profile of a model from sample text."""
+    """Learn a codec profile of a model from sample text, and measure what splicing costs the model.
+
+    The gate is written beside the profile, and into the store for all its readers.
+    """
     from cachegen_rag.codec.calibrate import calibrate as learn
+    from cachegen_rag.gate import path_beside
 
     passages = [p for path in find_files(texts) for p in split_file(path)] if texts else shipped_corpus()
     if not passages:
         raise ConfigError("no text was found to calibrate with")
-    engine = open_model(settings_from(config, model=model, n_ctx=n_ctx, threads=threads))
+    settings = settings_from(config, model=model, n_ctx=n_ctx, threads=threads, store=store)
+    engine = open_model(settings)
+    result: dict[str, Any] = {"profile": str(output), "model": engine.name, "passages": len(passages)}
     try:
         with progress_bar(quiet=as_json) as bar:
             tasks: dict[str, Any] = {}
@@ -88,10 +98,19 @@ def calibrate(
                 bar.update(tasks[what], completed=done, total=total)
 
             data = learn(engine, [p.text for p in passages], progress=progress).to_bytes()
+            output.write_bytes(data)
+            result["bytes"] = len(data)
+            if gate and engine.refusal is None:
+                codec = settings.codec.model_copy(update={"profile": output})
+                cache = open_cache(settings.model_copy(update={"codec": codec}), model=engine)
+                try:
+                    measured = cache.calibrate_gate(progress=progress)
+                finally:
+                    cache.close()
+                path_beside(output).write_bytes(measured.to_bytes())
+                result["gate"] = measured.summary
     finally:
         engine.close()
-    output.write_bytes(data)
-    result = {"profile": str(output), "bytes": len(data), "model": engine.name, "passages": len(passages)}
     if as_json:
         print_json(result)
     else:
@@ -275,9 +294,9 @@ def _gate(settings: Settings, engine: KVModel) -> str:
         gate, reason = cache.gate.gate, cache.gate.refusal()
     finally:
         cache.close()
-    if gate is None or gate.budget is None:
-        return reason or "not measured: KVCache.calibrate_gate() measures what splicing costs this model"
-    return f"open, {gate.budget:.0%} recomputed: KL {min(gate.kl.values()):.3f} at best over {gate.questions} questions"
+    if gate is None:
+        return reason or "not measured: `cachegen-rag calibrate` measures what splicing costs this model"
+    return gate.summary
 
 
 @command()

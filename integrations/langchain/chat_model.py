@@ -167,6 +167,7 @@ class ChatCacheGen(BaseChatModel):
             salt=salt.get_secret_value() if salt is not None else "",
             splice=self.splice,
             store_missed=self.store_missed if self.store_missed is not None else settings.store_missed,
+            shadow_fraction=settings.shadow_fraction,
             on_request=self.on_request,
             recompute=self.recompute if self.recompute is not None else settings.recompute,
             slo=self.slo if self.slo is not None else settings.stream.slo,
