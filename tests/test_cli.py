@@ -175,6 +175,27 @@ def test_doctor(filled: Path) -> None:
     assert "fingerprint" in run("doctor", "--config", filled / "settings.yaml")
 
 
+def test_calibrate_measures_the_gate_and_doctor_shows_it(
+    place: Path, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cachegen_rag.codec import calibrate
+    from cachegen_rag.codec.profile import Profile
+    from cachegen_rag.gate import Gate, path_beside
+
+    learnt = Profile.from_bytes((place / "tiny.profile").read_bytes())
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: learnt)
+    profile, store = tmp_path / "own.cgp", tmp_path / "store"
+    common = ("-m", tiny_gguf, "--store", store)
+    seen = result("calibrate", "-o", profile, *common, "--threads", "1", "--n-ctx", "1500")
+    gate = Gate.from_bytes(path_beside(profile).read_bytes())
+    assert gate.questions == 4 and "0" in gate.kl
+    assert seen["gate"] == gate.summary == result("doctor", *common)["model"]["gate"]
+    (tmp_path / "settings.yaml").write_text(f"codec: {{profile: '{profile}'}}")
+    elsewhere = ("-m", tiny_gguf, "--store", "memory://")
+    assert "not measured" in result("doctor", *elsewhere)["model"]["gate"]
+    assert result("doctor", *elsewhere, "--config", tmp_path / "settings.yaml")["model"]["gate"] == gate.summary
+
+
 def test_doctor_says_why_a_model_is_not_spliced(tiny_path: Any) -> None:
     refused = tiny_path(arch="mamba")
     seen = result("doctor", "--model", refused, "--store", "memory://")

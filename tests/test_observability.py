@@ -13,8 +13,8 @@ import pytest
 from cachegen_rag import observability as seen
 from cachegen_rag.errors import MissingDependencyError
 from cachegen_rag.metrics import RequestRecord, SegmentRecord
-from cachegen_rag.shadow import ShadowCheck
 from cachegen_rag.report import load_runs
+from cachegen_rag.shadow import ShadowCheck
 
 HIT = SegmentRecord(
     "document", 100, source="store", level=2, recomputed=4, bytes=5000, fetch_ms=2, decode_ms=8, splice_ms=1
