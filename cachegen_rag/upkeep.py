@@ -105,11 +105,12 @@ def verify_store(store: Store, *, repair: bool = False) -> dict[str, Any]:
     """Check every object against its name and every manifest against the objects it names.
 
     A document is incomplete if an object it names is missing or damaged. ``repair`` deletes damaged objects and the
-    manifests of incomplete documents; the next prefill makes them again.
+    manifests of incomplete documents; the next prefill makes them again. What names a codec profile or a gate stays:
+    without it a model that may not be spliced would look like one that was never measured.
     """
     damaged: dict[tuple[Namespace, str], str] = {}
     good: set[str] = set()
-    missing = []
+    missing, kept = [], set()
     for key in list(store.keys("cas")):
         try:
             data = store.get("cas", key)
@@ -132,8 +133,10 @@ def verify_store(store: Store, *, repair: bool = False) -> dict[str, Any]:
         names = {segment.sha256 for segment in manifest.segments()} - good if manifest is not None else set()
         if any(("cas", name) in damaged or not store.contains("cas", name) for name in names):
             missing.append(key)
+            if manifest is not None and _is_of_model(manifest):
+                kept.add(key)
     if repair:
-        for namespace, key in (*damaged, *(("ac", key) for key in missing)):
+        for namespace, key in (*damaged, *(("ac", key) for key in missing if key not in kept)):
             store.delete(namespace, key)
     return {
         "url": store.url,
@@ -149,7 +152,8 @@ def verify_store(store: Store, *, repair: bool = False) -> dict[str, Any]:
 def evict_store(store: Store, limit: int) -> dict[str, Any]:
     """Delete whole documents until at most ``limit`` bytes are stored; objects that no document names go first.
 
-    Documents go in the order in which the store lists them: a directory lists the longest unused first.
+    Documents go in the order in which the store lists them: a directory lists the longest unused first. The codec
+    profiles and gates of models stay, however small the limit.
     """
     before = store.size()
     uses: Counter[str] = Counter()
@@ -161,8 +165,10 @@ def evict_store(store: Store, limit: int) -> dict[str, Any]:
             store.delete("ac", key)
             continue
         if manifest is not None:
-            named[key] = [segment.sha256 for segment in manifest.segments()]
-            uses.update(named[key])
+            names = [segment.sha256 for segment in manifest.segments()]
+            uses.update(names)
+            if not _is_of_model(manifest):
+                named[key] = names
     for name in list(store.keys("cas")):
         if store.size() <= limit:
             break
@@ -179,6 +185,11 @@ def evict_store(store: Store, limit: int) -> dict[str, Any]:
             if uses[name] <= 0:
                 store.delete("cas", name)
     return {"url": store.url, "documents": deleted, "before": before, "bytes": store.size(), "limit": limit}
+
+
+def _is_of_model(manifest: Manifest) -> bool:
+    """Whether a manifest names a model's codec profile or gate: unlike a document's, it is its own profile."""
+    return [segment.sha256 for segment in manifest.segments()] == [manifest.profile]
 
 
 def _read_manifest(store: Store, key: str) -> Manifest | None:

@@ -159,3 +159,42 @@ def test_shared_objects_outlive_one_document(store: Any) -> None:
     assert (checked["checked"], checked["damaged"], checked["incomplete"]) == (3, [], [])
     assert delete_document(store, second)
     assert not names(store, "cas")
+
+
+def put_of_model(store: Any, name: int, data: bytes) -> str:
+    """What profiles.py and gate.py keep: one object, named by a manifest that has it for its profile too."""
+    segment, key = Segment.of(data), f"{name:064x}"
+    store.put("cas", segment.sha256, data)
+    chunk = Chunk(0, 1, (Level(0, None, (segment,)),))
+    store.put("ac", key, Manifest(key, FINGERPRINT, segment.sha256, 1, (chunk,)).to_bytes())
+    return key
+
+
+def test_profile_and_gate_outlive_eviction_and_repair(store: Any) -> None:
+    put_document(store, 1, [1, 2], 40_000)
+    gate, profile = put_of_model(store, 7, b'{"budget": null}'), put_of_model(store, 8, b"profile" * 3000)
+    evict_store(store, 0)
+    assert names(store, "ac") == {gate, profile} and len(names(store, "cas")) == 2
+    lost = Segment.of(b'{"budget": null}').sha256
+    store.delete("cas", lost)
+    seen = verify_store(store, repair=True)
+    assert seen["incomplete"] == [gate] and names(store, "ac") == {gate, profile}
+    assert names(store, "cas") == {Segment.of(b"profile" * 3000).sha256}
+
+
+def test_what_models_keep_is_told_from_documents(store: Any) -> None:
+    """By the manifests that are really written, of a gate and of a profile."""
+    import synthetic
+
+    from cachegen_rag import gate, profiles
+    from cachegen_rag.fingerprint import ModelFingerprint
+    from cachegen_rag.rope import RopeSpec
+
+    fingerprint = ModelFingerprint("weights", "tokenizer", SHAPE, RopeSpec.plain(4, 1e4), "llama.cpp")
+    gate.save(store, fingerprint, gate.Gate(fingerprint.digest().hex(), 0.1, None, {"0.3": 0.5}, 4))
+    profiles.save_profile(store, fingerprint, "", synthetic.profile(SHAPE))
+    put_document(store, 1, [1], 40_000)
+    assert evict_store(store, 0)["documents"] == 1
+    kept = gate.load(store, fingerprint)
+    assert kept is not None and not kept.open
+    assert profiles.load_profile(store, fingerprint, "") is not None

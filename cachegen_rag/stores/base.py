@@ -10,6 +10,7 @@ Reading order: this file, ``memory.py`` (the protocol in its plainest form), ``d
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import re
 import time
@@ -190,7 +191,14 @@ def open_store(url: str | Path, *, size_limit: int = DEFAULT_SIZE_LIMIT, **optio
 def _open_remote(url: str, size_limit: int, options: dict[str, Any]) -> Any:
     from cachegen_rag.stores.http import HTTPStore
 
+    known = {"tier", "write_back", *inspect.signature(HTTPStore).parameters} - {"url"}
+    if unknown := sorted(options.keys() - known):
+        raise ConfigError(f"{', '.join(unknown)}: no such option of a remote store; it has {', '.join(sorted(known))}")
     tier, write_back = options.pop("tier", None), options.pop("write_back", False)
+    if not (tier is None or isinstance(tier, (str, Path))):
+        raise ConfigError(f"tier is the path of a directory, got {tier!r:.80}")
+    if not isinstance(write_back, bool) or (write_back and tier is None):
+        raise ConfigError(f"write_back is True or False and needs tier=, got {write_back!r:.80}")
     remote = HTTPStore(url, **options)
     if tier is None:
         return remote

@@ -100,12 +100,15 @@ class HTTPStore:
             raise ConfigError("token and auth exclude each other")
         if auth is not None and not (isinstance(auth, (tuple, list)) and len(auth) == 2 and isinstance(auth[0], str)):
             raise ConfigError("auth is a pair of user and password")
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-            raise ConfigError(f"timeout is a number of seconds, got {timeout!r:.80}")
-        if not all(isinstance(n, int) for n in (attempts, connections)):
-            raise ConfigError("attempts and connections must be whole numbers")
-        if not timeout > 0 or attempts < 1 or connections < 1:
-            raise ConfigError("timeout, attempts and connections must be above 0")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise ConfigError(f"timeout is a number of seconds above 0, got {timeout!r:.80}")
+        for name, number in (("attempts", attempts), ("connections", connections)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ConfigError(f"{name} is a whole number above 0, got {number!r:.80}")
+        if not (http2 is None or isinstance(http2, bool)):
+            raise ConfigError(f"http2 is True, False or None, got {http2!r:.80}")
+        if not (ca_file is None or isinstance(ca_file, (str, Path))):
+            raise ConfigError(f"ca_file is the path of a file, got {ca_file!r:.80}")
         if http2 and find_spec("h2") is None:
             raise MissingDependencyError("HTTP/2 needs the http2 extra: pip install 'cachegen-rag[http2]'")
         secure = self.url.startswith("https:")
