@@ -224,6 +224,9 @@ class Assembler:
         runs = [(i, self._manifests[i], source.library, source.level) for i in self._steps.spliced]
         if self._run is not None and source.exact is not None:
             runs.insert(0, (0, self._run[1], source.exact.library, source.exact.level))
+        late = np.zeros(len(prompt), dtype=np.int64)  # positions that are computed when all is in place
+        for step in self._steps.steps:
+            late[step.start : step.stop] = is_gap(step, prompt)
         at = 0
         for index, manifest, library, level in runs:
             offset = prompt.offsets[index]
@@ -232,13 +235,14 @@ class Assembler:
                 taken = sum(max(0, min(take.stop, stop) - max(take.start, start)) for take in takes)
                 if taken:
                     ids = prompt.token_ids[start:stop]
-                    head, gap = stop - start - taken, start - at
+                    head = stop - start - taken - int(late[start:stop].sum())
+                    gap = start - at - int(late[at:start].sum())
                     parts.append(Part(chunk, ids, library.codec, level, start, head, gap))
                     self._owners.append(index)
                     at = stop
         if parts:
             parts[0].gap, prefix = 0, parts[0].start
-            tail = len(prompt) - at
+            tail = len(prompt) - at + int(late[:at].sum())
             self._transfer = source.loader.open(parts, due=self._due, prefix=prefix, tail=tail)
 
     def _take_loaded(self, session: Session, step: Take) -> None:
