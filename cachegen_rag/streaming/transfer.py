@@ -8,7 +8,6 @@ computed; nothing here raises because of stored bytes.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -17,35 +16,26 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from cachegen_rag.codec import Codec
 from cachegen_rag.errors import BitstreamError, CodecError, StoreError, StoreUnavailableError
 from cachegen_rag.manifest import Segment
 from cachegen_rag.models.base import KVTarget
-from cachegen_rag.streaming.parts import ChunkOutcome, Compute, Event, Part, Ready, levels_of
-from cachegen_rag.streaming.policy import MISSING, Link, Work
+from cachegen_rag.streaming.outlook import Outlook, decode_key
+from cachegen_rag.streaming.parts import Compute, Event, Part, Ready, levels_of
+from cachegen_rag.streaming.policy import Link
 
 if TYPE_CHECKING:
     from cachegen_rag.streaming.pipeline import Loader
 
-Status = Literal["waiting", "fetching", "arrived", "decoding", "ready", "failed"]
-
 IN_FLIGHT = 4
 """Transfers of one request under way at once: enough to hide round trips, few enough to arrive in order."""
-PATIENCE = 1.2
-"""The model computes a slice instead of waiting if the chunk is expected later than this many slices."""
 ASK_AHEAD = 16 << 10
 """Bytes still to come of what was asked for when the next chunk is asked for, at least: the link never runs dry."""
 PIECE = 4096
 """Bytes that make a piece: a transfer from which fewer come is as good as silent."""
-NOTICEABLE = 0.025
-"""Seconds by which the store must be slower than computing before it is not asked."""
-SLICE_SECONDS = 0.1
 CLOSED = "the cache was closed"
-SLOW_MODEL = 1000.0
-"""Tokens a second below which slices may be 32 tokens; faster engines want at least 64 to be efficient."""
 
 
-class Transfer:
+class Transfer(Outlook):
     """The parts of one prompt. Made by ``Loader.open``; used by the thread that owns the session.
 
     due : ``time.monotonic()`` at which the first token should be there, or None.
@@ -53,29 +43,24 @@ class Transfer:
     """
 
     def __init__(self, loader: Loader, parts: Sequence[Part], *, due: float | None, prefix: int, tail: int) -> None:
-        self.parts = list(parts)
-        self.outcomes = [ChunkOutcome() for _ in parts]
+        super().__init__(loader, parts, due, prefix, tail)
         self.events: list[Event] = []
-        self.began = time.monotonic()
-        self._loader, self._due = loader, due
         self._lock = loader.lock
         self._changed = threading.Condition(self._lock)
         count = len(self.parts)
-        self._status: list[Status] = ["waiting"] * count
         self._targets: list[KVTarget | None] = [None] * count
         self._data: list[bytes | None] = [None] * count
         self._fetches: dict[int, Future[bytes | None]] = {}
         self._asked: dict[int, float] = {}
-        self._left: dict[int, int] = {}  # bytes that have not arrived yet, of what is being fetched
         self._heard: set[int] = set()  # parts whose answer has begun to arrive
-        self._progress: dict[int, tuple[float, int]] = {}  # when a piece worth the name last came, bytes left then
         self._jobs: list[Future[None]] = []
-        self._at = 0  # the part the model is at
-        self._done = 0  # tokens of it that are computed
+        self._computing = False  # the model is at it, and decoding waits where cores are shared
         self._closed = False
         self._plan_compute = 0
         with self._lock:
-            self._costs(prefix, tail)
+            for i in range(count):
+                if not self._levels[i]:
+                    self._fail(i, f"level {self.parts[i].level} is not stored")
         slowest = loader.text.seconds(sum(len(p.token_ids) for p in self.parts), 0)
         self.priority = due if due is not None else self.began + slowest
 
@@ -101,6 +86,7 @@ class Transfer:
         """Where part ``i`` goes; needed before it can be decoded."""
         with self._lock:
             self._targets[i] = target
+            self._shared = isinstance(target.keys[0], np.ndarray)
             if self._status[i] == "arrived":
                 self._decode_soon(i)
 
@@ -113,29 +99,45 @@ class Transfer:
     def next(self, i: int, done: int) -> Ready | Compute:
         """What to do at part ``i``, of which ``done`` tokens are computed already. Waits while waiting pays."""
         with self._lock:
+            self._computing = False
             self._passed(i, done)
             while True:
                 now = time.monotonic()
-                status = self._status[i]
                 left = len(self.parts[i].token_ids) - done
-                if status == "ready":
+                if self._status[i] == "ready":
                     self._model_free = now + self._splice[i]
                     return Ready()
-                if status == "failed":
-                    self._model_free = now + self._loader.text.seconds(left, self.parts[i].start + done)
-                    return Compute(left, self.outcomes[i].reason)
+                if self._status[i] == "failed":
+                    return self._compute(i, done, left, self.outcomes[i].reason)
                 self._model_free = now
-                if status in ("waiting", "fetching"):
+                if self._status[i] in ("waiting", "fetching"):
                     self._schedule()
-                    status = self._status[i]
+                if i in self._held():
+                    self._decode_held()
+                    continue
+                if self._status[i] == "failed":
+                    continue
                 tokens = min(left, self._slice_tokens())
-                seconds = self._loader.text.seconds(tokens, self.parts[i].start + done)
+                planned = self._status[i] == "waiting" and self._plan_compute > 0
+                if planned or (self._loader.fill and self._too_late(i, done, tokens, now)):
+                    return self._compute(i, done, tokens)
+                self._decode_held()
                 wait = self._expected(i, now)
-                planned = status == "waiting" and self._plan_compute > 0
-                if planned or (self._loader.fill and wait > PATIENCE * seconds):
-                    self._model_free = now + seconds
-                    return Compute(tokens)
                 self._changed.wait(min(max(1.5 * wait, 0.005), 1.0) if self._loader.fill else 1.0)
+
+    def _compute(self, i: int, done: int, tokens: int, reason: str | None = None) -> Compute:
+        """Have the model compute ``tokens`` of part ``i``; decoding goes on first, or waits, where cores are shared.
+
+        An engine's threads wait for each other at every operation: one that has to share its core stops them all.
+        """
+        if self._shared:
+            self._computing = True
+            if len(self._held()) >= self._loader.threads:
+                self._decode_held()
+            while "decoding" in self._status and not self._closed:
+                self._changed.wait(1.0)
+        self._model_free = time.monotonic() + self._loader.text.seconds(tokens, self.parts[i].start + done)
+        return Compute(tokens, reason)
 
     def bytes_left(self, i: int) -> int:
         """Bytes of part ``i`` that are on their way."""
@@ -242,7 +244,7 @@ class Transfer:
             else:
                 self.outcomes[i].bytes = len(data)
                 self._data[i], self._status[i] = data, "arrived"
-                if self._targets[i] is not None:
+                if self._targets[i] is not None and not (self._shared and self._computing):
                     self._decode_soon(i)
             self._schedule()
             self._changed.notify_all()
@@ -277,7 +279,16 @@ class Transfer:
         if (i, done) != (self._at, self._done):
             self._at, self._done = i, done
 
-    # ---- decoding ----
+    # ---- decoding (the lock is held, except in _decode) ----
+
+    def _held(self) -> list[int]:
+        """Parts that have arrived and could be decoded."""
+        here = enumerate(zip(self._status, self._targets, strict=True))
+        return [i for i, (status, target) in here if status == "arrived" and target is not None]
+
+    def _decode_held(self) -> None:
+        for i in self._held():
+            self._decode_soon(i)
 
     def _decode_soon(self, i: int) -> None:
         if self._loader.stopped:
@@ -315,7 +326,7 @@ class Transfer:
             stop = time.monotonic()
             outcome.decode_ms = (stop - began) * 1e3
             self._event("decode", i, began, stop, outcome.level)
-            self._loader.costs.record(_decode_key(part.codec, outcome.level), (stop - began) / len(part.token_ids))
+            self._loader.costs.record(decode_key(part.codec, outcome.level), (stop - began) / len(part.token_ids))
         except LookupError as error:
             reason = str(error)
         except (BitstreamError, StoreError, CodecError) as error:
@@ -328,101 +339,6 @@ class Transfer:
             elif self._status[i] == "decoding":
                 self._status[i] = "ready"
             self._changed.notify_all()
-
-    # ---- estimates (the lock is held) ----
-
-    def _costs(self, prefix: int, tail: int) -> None:
-        """Lay out what the planner needs to know of every part, once."""
-        loader, parts = self._loader, self.parts
-        choose = self._due is not None and loader.remote
-        self._levels = [levels_of(part, choose) for part in parts]
-        rows = max([1, *map(len, self._levels)])
-        self._sizes = np.full((rows, len(parts)), MISSING)
-        self._losses, self._decodes = np.zeros((2, rows, len(parts)))
-        self._text, self._splice = np.zeros((2, len(parts)))
-        text = loader.text.seconds
-        for i, part in enumerate(parts):
-            tokens = len(part.token_ids)
-            if not self._levels[i]:
-                self._fail(i, f"level {part.level} is not stored")
-            for row, level in enumerate(self._levels[i]):
-                entry = part.chunk.level(level)
-                self._sizes[row, i] = entry.length
-                self._losses[row, i] = (entry.expected_kl or 0.0) * tokens
-                self._decodes[row, i] = tokens * loader.costs.mean(_decode_key(part.codec, level), 1e-4)
-            gap = text(part.gap, part.start)
-            self._text[i] = gap + text(tokens, part.start)
-            splice = tokens * loader.costs.mean(f"splice/{loader.model}", 0.0)
-            self._splice[i] = gap + splice + text(part.head, part.start)
-        end = parts[-1].start + len(parts[-1].token_ids) if parts else prefix
-        self._tail = text(tail, end)
-        self._model_free = self.began + text(prefix, 0)
-
-    def _work(self, now: float, link_free: float) -> Work:
-        """What is left of the request from the part the model is at."""
-        a = self._at
-        status = self._status[a:]
-        text, splice = self._text[a:].copy(), self._splice[a:].copy()
-        if self._done and len(text):
-            share = 1 - self._done / len(self.parts[a].token_ids)
-            text[0] *= share
-        ready = np.zeros(len(text))
-        for j, state in enumerate(status):
-            if state == "failed":
-                splice[j] = text[j]
-            elif state not in ("waiting", "ready"):
-                ready[j] = self._expected(a + j, now)
-        return Work(
-            self._sizes[:, a:],
-            self._losses[:, a:],
-            self._decodes[:, a:],
-            text,
-            splice,
-            self._tail,
-            0,
-            np.array([state != "waiting" for state in status], bool),
-            ready,
-            max(self._model_free - now, 0.0),
-            link_free,
-        )
-
-    def _expected(self, i: int, now: float) -> float:
-        """Seconds until part ``i`` is decoded, as far as one can tell."""
-        status = self._status[i]
-        if status == "ready":
-            return 0.0
-        if status in ("failed", "waiting"):
-            return (
-                math.inf
-                if status == "failed"
-                else self._loader.bytes_in_flight(self.priority) / self._loader.rate(now) + 0.1
-            )
-        level = self.outcomes[i].level
-        decode = float(self._decodes[self._levels[i].index(level), i]) if level in self._levels[i] else 0.0
-        if status in ("arrived", "decoding"):
-            waiting = sum(1 for state in self._status[self._at : i + 1] if state == "decoding")
-            return decode * max(1.0, waiting / self._loader.threads)
-        ahead = sum(left for j, left in self._left.items() if j <= i)
-        # What has been silent for a while is likely to stay so for as long again, whatever the link's rate was.
-        silent = now - self._progress[i][0] - self._loader.meter.round_trip.seconds()
-        return max(ahead / self._loader.rate(now), silent) + decode
-
-    def _slice_tokens(self) -> int:
-        rate = 256 / max(self._loader.text.seconds(256, self.parts[self._at].start), 1e-9)
-        return int(max(32 if rate < SLOW_MODEL else 64, rate * SLICE_SECONDS))
-
-    def _slower_than_computing(self) -> str | None:
-        """Why a local store is not worth asking, or None. Only what was measured counts."""
-        if not self._loader.text.known or not self.parts:
-            return None
-        decode = sum(float(self._decodes[0, i]) for i in range(len(self.parts)))
-        stored, text = decode / self._loader.threads + float(self._splice.sum()), float(self._text.sum())
-        if stored < text + NOTICEABLE:
-            return None
-        decoders = {_decode_key(part.codec, part.level) for part in self.parts}
-        for name in (f"splice/{self._loader.model}", *decoders):
-            self._loader.costs.doubt(name)
-        return f"computing is faster here: {text * 1e3:.0f} ms against {stored * 1e3:.0f} ms from the store"
 
     def _segments(self, i: int, level: int) -> Segment:
         (segment,) = self.parts[i].chunk.level(level).segments
@@ -437,7 +353,3 @@ class Transfer:
         level: int | None = None,
     ) -> None:
         self.events.append(Event(what, i, start - self.began, stop - self.began, level))
-
-
-def _decode_key(codec: Codec, level: int) -> str:
-    return f"decode/{codec.profile.hash[:16]}/{level}"

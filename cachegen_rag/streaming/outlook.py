@@ -1,0 +1,159 @@
+"""What is to be expected of a transfer: when chunks arrive, what is left to do, and whether waiting for them pays."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from cachegen_rag.codec import Codec
+from cachegen_rag.streaming.parts import ChunkOutcome, Part, levels_of
+from cachegen_rag.streaming.policy import MISSING, Work
+
+if TYPE_CHECKING:
+    from cachegen_rag.streaming.pipeline import Loader
+
+Status = Literal["waiting", "fetching", "arrived", "decoding", "ready", "failed"]
+
+PATIENCE = 1.2
+"""The model computes instead of waiting if the chunk is expected later than this many times what that takes."""
+NOTICEABLE = 0.025
+"""Seconds by which the store must be slower than computing before it is not asked."""
+SLICE_SECONDS, SLICE_TOKENS = 0.1, 64
+"""What the model computes between two looks at the network, the longer of both: shorter calls are inefficient."""
+
+
+class Outlook:
+    """The state of a transfer and what can be told from it. Its methods change nothing; the loader's lock is held."""
+
+    def __init__(self, loader: Loader, parts: Sequence[Part], due: float | None, prefix: int, tail: int) -> None:
+        self.parts = list(parts)
+        self.outcomes = [ChunkOutcome() for _ in parts]
+        self.began = time.monotonic()
+        self._loader, self._due = loader, due
+        self._status: list[Status] = ["waiting"] * len(self.parts)
+        self._left: dict[int, int] = {}  # bytes that have not arrived yet, of what is being fetched
+        self._progress: dict[int, tuple[float, int]] = {}  # when a piece worth the name last came, bytes left then
+        self._shared = False  # decoding and the engine use the same cores
+        self._at = 0  # the part the model is at
+        self._done = 0  # tokens of it that are computed
+        self._lay_out(prefix, tail)
+
+    def _lay_out(self, prefix: int, tail: int) -> None:
+        """Lay out what the planner needs to know of every part, once."""
+        loader, parts = self._loader, self.parts
+        choose = self._due is not None and loader.remote
+        self._levels = [levels_of(part, choose) for part in parts]
+        rows = max([1, *map(len, self._levels)])
+        self._sizes = np.full((rows, len(parts)), MISSING)
+        self._losses, self._decodes = np.zeros((2, rows, len(parts)))
+        self._text, self._splice = np.zeros((2, len(parts)))
+        text = loader.text.seconds
+        for i, part in enumerate(parts):
+            tokens = len(part.token_ids)
+            for row, level in enumerate(self._levels[i]):
+                entry = part.chunk.level(level)
+                self._sizes[row, i] = entry.length
+                self._losses[row, i] = (entry.expected_kl or 0.0) * tokens
+                self._decodes[row, i] = tokens * loader.costs.mean(decode_key(part.codec, level), 1e-4)
+            gap = text(part.gap, part.start)
+            self._text[i] = gap + text(tokens, part.start)
+            splice = tokens * loader.costs.mean(f"splice/{loader.model}", 0.0)
+            self._splice[i] = gap + splice + text(part.head, part.start)
+        end = parts[-1].start + len(parts[-1].token_ids) if parts else prefix
+        self._tail = text(tail, end)
+        self._model_free = self.began + text(prefix, 0)
+
+    def _work(self, now: float, link_free: float) -> Work:
+        """What is left of the request from the part the model is at."""
+        a = self._at
+        status = self._status[a:]
+        text, splice = self._text[a:].copy(), self._splice[a:].copy()
+        if self._done and len(text):
+            share = 1 - self._done / len(self.parts[a].token_ids)
+            text[0] *= share
+        decodes, ready = self._decodes[:, a:], np.zeros(len(text))
+        for j, state in enumerate(status):
+            if state == "failed":
+                splice[j] = text[j]
+            elif state not in ("waiting", "ready"):
+                ready[j] = self._network_wait(a + j, now)[0] if self._shared else self._expected(a + j, now)
+        if self._shared:  # then decoding takes the model's time
+            share = 1 / self._loader.threads
+            splice += np.where([state in ("failed", "ready") for state in status], 0.0, decodes[0] * share)
+            decodes = decodes * (1 - share)
+        return Work(
+            self._sizes[:, a:],
+            self._losses[:, a:],
+            decodes,
+            text,
+            splice,
+            self._tail,
+            0,
+            np.array([state != "waiting" for state in status], bool),
+            ready,
+            max(self._model_free - now, 0.0),
+            link_free,
+        )
+
+    def _expected(self, i: int, now: float) -> float:
+        """Seconds until part ``i`` is decoded, as far as one can tell."""
+        status = self._status[i]
+        if status in ("ready", "failed"):
+            return 0.0 if status == "ready" else math.inf
+        if status == "waiting":
+            return sum(self._network_wait(i, now))
+        level = self.outcomes[i].level
+        decode = float(self._decodes[self._levels[i].index(level), i]) if level in self._levels[i] else 0.0
+        if status in ("arrived", "decoding"):
+            waiting = sum(1 for state in self._status[self._at : i + 1] if state == "decoding")
+            return decode * max(1.0, waiting / self._loader.threads)
+        return max(self._network_wait(i, now)) + decode
+
+    def _network_wait(self, i: int, now: float) -> tuple[float, float]:
+        """Seconds until part ``i`` arrives by the link's rate, and for how long nothing of it has come."""
+        status, rate = self._status[i], self._loader.rate(now)
+        if status == "waiting":
+            size = float(self._sizes[0, i]) if self._levels[i] else 0.0
+            return (self._loader.bytes_in_flight(self.priority) + size) / rate, 0.0
+        if status != "fetching":
+            return 0.0, 0.0
+        ahead = sum(left for j, left in self._left.items() if j <= i)
+        return ahead / rate, max(now - self._progress[i][0] - self._loader.meter.round_trip.seconds(), 0.0)
+
+    def _too_late(self, i: int, done: int, tokens: int, now: float) -> bool:
+        """Whether the model rather computes ``tokens`` of part ``i``, its next, than wait for it.
+
+        It does if the whole part is computed sooner than it is there: half of one saves nothing, and what arrives
+        meanwhile waits for the engine. And it does where nothing comes any more, whatever the link's rate was.
+        """
+        start, text = self.parts[i].start, self._loader.text
+        if self._status[i] in ("arrived", "decoding"):
+            return not self._shared and self._expected(i, now) > PATIENCE * text.seconds(tokens, start + done)
+        wait, silent = self._network_wait(i, now)
+        rest = text.seconds(len(self.parts[i].token_ids) - done, start + done)
+        return wait > PATIENCE * rest or silent > PATIENCE * text.seconds(tokens, start + done)
+
+    def _slice_tokens(self) -> int:
+        rate = 256 / max(self._loader.text.seconds(256, self.parts[self._at].start), 1e-9)
+        return int(max(SLICE_TOKENS, rate * SLICE_SECONDS))
+
+    def _slower_than_computing(self) -> str | None:
+        """Why a local store is not worth asking, or None. Only what was measured counts."""
+        if not self._loader.text.known or not self.parts:
+            return None
+        decode = sum(float(self._decodes[0, i]) for i in range(len(self.parts)))
+        stored, text = decode / self._loader.threads + float(self._splice.sum()), float(self._text.sum())
+        if stored < text + NOTICEABLE:
+            return None
+        decoders = {decode_key(part.codec, part.level) for part in self.parts}
+        for name in (f"splice/{self._loader.model}", *decoders):
+            self._loader.costs.doubt(name)
+        return f"computing is faster here: {text * 1e3:.0f} ms against {stored * 1e3:.0f} ms from the store"
+
+
+def decode_key(codec: Codec, level: int) -> str:
+    return f"decode/{codec.profile.hash[:16]}/{level}"
