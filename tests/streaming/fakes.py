@@ -20,10 +20,11 @@ TOKENS = 256
 
 
 class FakeCodec:
-    """Decodes a chunk by filling its target with the bytes' sum, in ``seconds``."""
+    """Decodes a chunk by filling its target with the bytes' sum, in ``seconds``; ``spans`` is when it did."""
 
     def __init__(self, seconds: float = 0.001) -> None:
         self.seconds = seconds
+        self.spans: list[tuple[float, float]] = []
         self.profile = SimpleNamespace(hash="f" * 64)
         self.running = 0
 
@@ -31,8 +32,10 @@ class FakeCodec:
         if data[:4] == b"bad!":
             raise CorruptBitstreamError("not a bitstream")
         self.running += 1
+        began = time.monotonic()
         time.sleep(self.seconds)
         target.keys[0][:] = fingerprint(data)
+        self.spans.append((began, time.monotonic()))
         self.running -= 1
 
 
@@ -80,11 +83,12 @@ def target() -> KVTarget:
 
 @dataclass
 class Run:
-    """What became of a request: seconds, per part the tokens taken from the store, and the transfer."""
+    """What became of a request: seconds, per part the tokens taken from the store, the transfer, when it computed."""
 
     seconds: float
     taken: list[int]
     transfer: Transfer
+    computing: list[tuple[float, float]]
 
     @property
     def reasons(self) -> list[str | None]:
@@ -96,7 +100,7 @@ def drive(loader: Loader, library: Library, *, speed: float = 2560.0, due: float
     began = time.monotonic()
     transfer = loader.open(library.parts(level), due=None if due is None else began + due)
     targets = [target() for _ in transfer.parts]
-    taken = []
+    taken, computing = [], []
     try:
         for i, one in enumerate(targets):
             transfer.attach(i, one)
@@ -113,10 +117,11 @@ def drive(loader: Loader, library: Library, *, speed: float = 2560.0, due: float
                 assert 0 < advice.tokens <= TOKENS - done
                 start = time.monotonic()
                 time.sleep(advice.tokens / speed)
+                computing.append((start, time.monotonic()))
                 loader.text.record(advice.tokens, i * TOKENS + done, time.monotonic() - start)
                 done += advice.tokens
         seconds = time.monotonic() - began
     finally:
         transfer.close()
     assert library.codec.running == 0
-    return Run(seconds, taken, transfer)
+    return Run(seconds, taken, transfer, computing)

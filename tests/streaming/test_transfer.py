@@ -155,6 +155,35 @@ class TestRemote:
         assert sum(run.taken[:6]) < sum(run.taken[6:]) or prior != 1.0  # the front was computed, the back fetched
         loader.close()
 
+    @pytest.mark.parametrize("share", [0.3, 1.0])
+    def test_the_engine_and_decoding_take_turns(self, server, remote, share):
+        """Both want every core: an engine slowed down by a decoder is slowed down more than the decoder gains."""
+        library = Library(server, FakeCodec(0.02), count=12)
+        server.link = Link(rate=12 * 60_000 / (2 * TEXT) / share)
+        loader = make_loader(remote, 12 * 60_000 / (2 * TEXT) / share)
+        run = drive(loader, library, speed=SPEED)
+        assert run.computing and library.codec.spans
+        for began, ended in run.computing:
+            assert not [span for span in library.codec.spans if span[0] < ended - 1e-3 and span[1] > began + 1e-3]
+        loader.close()
+
+    def test_half_of_a_chunk_is_not_computed_for_nothing(self, server, remote):
+        """Each chunk comes sooner than it could be computed, and later than a slice of it could."""
+        library, speed = Library(server, FakeCodec(), count=5), SPEED / 4
+        server.link = Link(rate=60_000 / (0.6 * TOKENS / speed))
+        loader = make_loader(remote, 60_000 / (0.6 * TOKENS / speed), speed=speed, planner=FixedLevel(0))
+        run = drive(loader, library, speed=speed)
+        assert run.taken == [TOKENS] * 5 and not run.computing
+        loader.close()
+
+    def test_a_chunk_that_comes_too_late_is_computed(self, server, remote):
+        library, speed = Library(server, FakeCodec(), count=5), SPEED
+        server.link = Link(rate=60_000 / (3 * TOKENS / speed))
+        loader = make_loader(remote, 60_000 / (3 * TOKENS / speed), speed=speed, planner=FixedLevel(0))
+        run = drive(loader, library, speed=speed)
+        assert sum(run.taken) <= 3 * TOKENS and run.seconds < 1.6 * 5 * TOKENS / speed
+        loader.close()
+
     def test_a_slow_link_costs_nothing(self, server, remote):
         library = Library(server, FakeCodec())
         server.link = Link(rate=2e4)
