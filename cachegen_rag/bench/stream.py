@@ -21,6 +21,7 @@ import numpy as np
 from cachegen_rag.bench import environment
 from cachegen_rag.bench.link_sim import Trace, optimum, simulate
 from cachegen_rag.bench.stream_real import measure_links, shaped_namespace
+from cachegen_rag.errors import ConfigError
 from cachegen_rag.streaming.policy import CacheGenRule, FixedLevel, Link, Planner, Policy, Work
 
 RATES: tuple[float | None, ...] = (1, 5, 20, 100, 1000, None)
@@ -41,7 +42,7 @@ RESERVES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 def run(
     model: str | Path | None = None,
     data: str | Path | None = None,
-    rates: Sequence[float | None] = RATES,
+    rates: Sequence[float | None] | float | None = RATES,
     tokens: int = 1024,
     repeats: int = 3,
     shaping: str = "server",
@@ -57,7 +58,7 @@ def run(
     weights : format that the model is converted to, the one that prefills fastest; None leaves it as it is.
     data : bandwidth traces (a .jsonl file with ``{"bw": [Gbit/s, ...]}`` lines, or the folder that holds
         bandwidth_traces_gbps.jsonl); without it a few of the same kind are drawn.
-    rates : Mbit/s of the real links, None for unshaped. repeats : real requests of each kind at each rate.
+    rates : Mbit/s of the real links (a list, or one of them), None for unshaped. repeats : requests of each kind at each.
     shaping : "server" (a token bucket), or "tc" (``tc tbf`` in a network namespace; wants root and Linux).
     real, simulated : which halves to run. threads : of the engine. seed : of generated traces.
 
@@ -74,23 +75,32 @@ def run(
         both_ends_speedup   : min(text, fixed level) / ours at the bandwidth where both take equally long, real
         decision_us         : median time of a decision for 64 chunks, microseconds
     """
+    chosen = [rates] if rates is None or isinstance(rates, int | float) else list(rates)
+    for name, right, accepted in (
+        ("rates", all(rate is None or rate > 0 for rate in chosen), "Mbit/s above 0, or null for an unshaped link"),
+        ("tokens", tokens > 0, "above 0"),
+        ("repeats", repeats > 0, "above 0"),
+        ("shaping", shaping in ("server", "tc"), "server or tc"),
+    ):
+        if not right:
+            raise ConfigError(f"--{name} must be {accepted}")
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {"decision_us": decision_us()}
     if simulated:
         rows += simulation(trace_sets(data, seed))
         summary.update(summarize_simulation(rows))
     timeline: list[dict[str, Any]] = []
-    name = None
+    engine = None
     if real:
-        options: dict[str, Any] = {"model": str(model) if model else None, "rates": list(rates)}
+        options: dict[str, Any] = {"model": str(model) if model else None, "rates": chosen}
         options |= {"tokens": tokens, "repeats": repeats}
         options |= {"threads": threads, "tc": shaping == "tc", "weights": weights}
         found = _in_namespace(options) if shaping == "tc" else measure_links(**options)
         rows += found["rows"]
         summary.update(found["summary"])
-        timeline, name = found["timeline"], found["model"]
+        timeline, engine = found["timeline"], found["model"]
     result: dict[str, Any] = {"benchmark": "stream", "environment": environment(), "rows": rows, "summary": summary}
-    result["environment"]["model"] = name
+    result["environment"]["model"] = engine
     result["timeline"] = timeline
     return result
 
@@ -220,10 +230,14 @@ def decision_us(chunks: int = 64, count: int = 400) -> float:
 def _in_namespace(options: dict[str, Any]) -> dict[str, Any]:
     """Run the real half in a network namespace, where ``tc`` may shape the loopback."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
-        raise OSError('shaping="tc" needs the programs ip and tc (iproute2)')
-    with shaped_namespace() as name:
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "cachegen_rag.bench.stream_real"]
-        done = subprocess.run([*command, json.dumps(options)], stdout=subprocess.PIPE, text=True, check=True)
+        raise ConfigError("--shaping tc needs the programs ip and tc (iproute2)")
+    try:
+        with shaped_namespace() as name:
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "cachegen_rag.bench.stream_real"]
+            done = subprocess.run([*command, json.dumps(options)], stdout=subprocess.PIPE, text=True, check=True)
+    except subprocess.CalledProcessError as error:
+        what = " ".join(map(str, error.cmd[:6]))
+        raise ConfigError(f"--shaping tc: `{what} ...` ended with {error.returncode}; it needs root") from None
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cachegen_rag.bench import stream
+from cachegen_rag.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +95,22 @@ def test_real_requests_over_shaped_links(tiny_model, tmp_path, monkeypatch, caps
     result = {"rows": found["rows"], "timeline": found["timeline"]}
     stream.plot(result, tmp_path / "stream.png")
     assert (tmp_path / "stream.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rates": [5, 0]}, {"rates": -1}, {"tokens": 0}, {"repeats": 0}, {"shaping": "tcp"}], ids=repr
+)
+def test_a_wrong_option_is_named_before_any_work(wrong):
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"--{name}"):
+        stream.run(**wrong)
+
+
+def test_a_namespace_that_cannot_be_made_is_one_clear_error(monkeypatch):
+    def refused(command, **options):
+        raise stream.subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(stream.shutil, "which", lambda program: program)
+    monkeypatch.setattr(stream.subprocess, "run", refused)
+    with pytest.raises(ConfigError, match=r"ip netns add .* ended with 1; it needs root"):
+        stream.run(shaping="tc", simulated=False)
