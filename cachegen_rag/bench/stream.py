@@ -58,7 +58,7 @@ def run(
     weights : format that the model is converted to, the one that prefills fastest; None leaves it as it is.
     data : bandwidth traces (a .jsonl file with ``{"bw": [Gbit/s, ...]}`` lines, or the folder that holds
         bandwidth_traces_gbps.jsonl); without it a few of the same kind are drawn.
-    rates : Mbit/s of the real links (a list, or one of them), None for unshaped. repeats : requests of each kind at each.
+    rates : Mbit/s of the real links (a list, or one of them), None for unshaped. repeats : of each kind at each.
     shaping : "server" (a token bucket), or "tc" (``tc tbf`` in a network namespace; wants root and Linux).
     real, simulated : which halves to run. threads : of the engine. seed : of generated traces.
 
