@@ -33,17 +33,12 @@
 #define API __attribute__((visibility("default")))
 #endif
 
-/* Compiled twice, chosen when loaded: without fused multiply-add, which would round differently from numpy. */
-#if CG_X86 && defined(__linux__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define CLONES
-#endif
-
 #if defined(__GNUC__)
 #define NOINLINE __attribute__((noinline)) /* keeps its few variables in registers */
+#define ALWAYS_INLINE inline __attribute__((always_inline)) /* compiled for each instruction set that it is used in */
 #else
 #define NOINLINE
+#define ALWAYS_INLINE inline
 #endif
 
 enum { CG_OK = 0, CG_TRUNCATED = -1, CG_CORRUPT = -2, CG_MEMORY = -3 };
@@ -51,13 +46,13 @@ enum { CG_OK = 0, CG_TRUNCATED = -1, CG_CORRUPT = -2, CG_MEMORY = -3 };
 API void *PyInit__codec(void) { return 0; } /* loaded with ctypes; some linkers want this name */
 API int cg_abi(void) { return CG_ABI; }
 
-static int isa = -1; /* 0 portable, 1 AVX2 + FMA + F16C, 2 AVX-512 */
+static int isa = -1; /* 0 portable, 1 AVX2 + FMA + F16C, 2 AVX-512 as of Ice Lake and Zen 4 */
 
 static int best_isa(void) {
 #if CG_X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512vbmi2"))
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni"))
     return 2;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;
 #endif
@@ -238,91 +233,444 @@ API int cg_decode(const uint16_t *words, size_t n_words, uint32_t *state, const 
   return decode_scalar(&s, 0, 0, 0);
 }
 
-/* Encode. `frequency` and `start` are [models][256], indexed by symbol & 0xff. `words` has room for rows * columns.
- * Returns the number of words, written at the end of the buffer in the order the decoder reads them. Negative: error
- * (CG_CORRUPT: a symbol that its model does not have). */
-API int64_t cg_encode(const int8_t *symbols, int64_t rows, int64_t columns, const uint16_t *frequency,
-                      const uint16_t *start, const int32_t *model, const int32_t *low, const int32_t *high,
-                      uint32_t *state, uint16_t *words) {
-  int64_t total = rows * columns, at = total;
-  for (int i = 0; i < LANES; i++) state[i] = LOW;
-  for (int64_t r = rows - 1; r >= 0; r--) {
-    const int8_t *row = symbols + r * columns, *up = r ? row - columns : NULL;
-    for (int64_t c = columns - 1; c >= 0; c--) {
-      int k = context(up ? up[c] : 0, c >= GROUP ? row[c - GROUP] : 0, low[c], high[c]);
-      size_t j = (size_t)(model[c] + k) * 256 + (uint8_t)row[c];
-      uint32_t f = frequency[j], *x = state + c % LANES;
+typedef struct {
+  const int8_t *symbols; /* [rows][columns] */
+  int64_t rows, columns;
+  const uint32_t *code; /* [models][256]: frequency | start << 16, indexed by symbol & 0xff */
+  const int32_t *model, *low, *high; /* as in Stream */
+  uint32_t *state;
+  uint16_t *words; /* room for rows * columns; written from the end */
+} Symbols;
+
+/* Elements `column - 1` and down of row `row`, then the rows before: one element at a time. */
+static int64_t encode_scalar(const Symbols *s, int64_t row, int64_t column, int64_t at) {
+  for (int64_t r = row; r >= 0; r--, column = s->columns) {
+    const int8_t *out = s->symbols + r * s->columns, *up = r ? out - s->columns : NULL;
+    for (int64_t c = column - 1; c >= 0; c--) {
+      int k = context(up ? up[c] : 0, c >= GROUP ? out[c - GROUP] : 0, s->low[c], s->high[c]);
+      uint32_t code = s->code[(size_t)(s->model[c] + k) * 256 + (uint8_t)out[c]], f = code & 0xffff;
       if (!f) return CG_CORRUPT;
-      uint32_t v = *x;
+      uint32_t v = s->state[c % LANES];
       if (v >> 20 >= f) {
-        words[--at] = (uint16_t)v;
+        s->words[--at] = (uint16_t)v;
         v >>= 16;
       }
-      uint32_t q = v / f;
-      *x = (q << PROB_BITS) + (v - q * f) + start[j];
+      s->state[c % LANES] = (v / f << PROB_BITS) + v % f + (code >> 16);
     }
   }
-  return total - at;
+  return at;
+}
+
+#if CG_X86
+/* Sixteen lanes. Words of a group of lanes lie in ascending order: the decoder reads them so. */
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2"))) static inline __m512i put16(
+    __m512i x, const Symbols *s, int64_t c, const int8_t *row, const int8_t *up, const int8_t *left, int64_t *at,
+    __mmask16 *missing) {
+  __m512i u = _mm512_abs_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(up + c))));
+  __m512i l = _mm512_abs_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)left)));
+  __m512i m = _mm512_add_epi32(_mm512_add_epi32(u, u), l);
+  __m512i k = _mm512_loadu_si512(s->model + c);
+  const __m512i one = _mm512_set1_epi32(1);
+  k = _mm512_mask_add_epi32(k, _mm512_cmpgt_epi32_mask(m, _mm512_loadu_si512(s->low + c)), k, one);
+  k = _mm512_mask_add_epi32(k, _mm512_cmpgt_epi32_mask(m, _mm512_loadu_si512(s->high + c)), k, one);
+  __m512i symbol = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(row + c)));
+  __m512i code = _mm512_i32gather_epi32(_mm512_or_si512(_mm512_slli_epi32(k, 8), symbol), (const int *)s->code, 4);
+  __m512i f = _mm512_and_si512(code, _mm512_set1_epi32(0xffff));
+  *missing |= _mm512_testn_epi32_mask(f, f);
+  __mmask16 full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x, 20), f);
+  int n = __builtin_popcount((unsigned)full);
+  *at -= n;
+  __m256i low = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, x));
+  _mm256_mask_storeu_epi16(s->words + *at, (__mmask16)((1u << n) - 1), low);
+  x = _mm512_mask_srli_epi32(x, full, x, 16);
+  /* v / f in double precision: exact when rounded down, for a quotient is at least 1 / f from the next integer. */
+  __m512d fa = _mm512_cvtepi32_pd(_mm512_castsi512_si256(f)), fb = _mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(f, 1));
+  __m512d xa = _mm512_cvtepu32_pd(_mm512_castsi512_si256(x)), xb = _mm512_cvtepu32_pd(_mm512_extracti64x4_epi64(x, 1));
+  __m512i q = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvttpd_epu32(_mm512_div_pd(xa, fa))),
+                                 _mm512_cvttpd_epu32(_mm512_div_pd(xb, fb)), 1);
+  __m512i rest = _mm512_sub_epi32(x, _mm512_mullo_epi32(q, f));
+  return _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(q, PROB_BITS), rest), _mm512_srli_epi32(code, 16));
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2"))) static int64_t encode_avx512(const Symbols *s,
+                                                                                              int64_t at) {
+  __m512i x0 = _mm512_loadu_si512(s->state), x1 = _mm512_loadu_si512(s->state + 16);
+  __mmask16 missing = 0;
+  int8_t *zeros = calloc((size_t)s->columns + 1, 1);
+  if (!zeros) return CG_MEMORY;
+  for (int64_t r = s->rows - 1; r >= 0; r--) {
+    const int8_t *row = s->symbols + r * s->columns, *up = r ? row - s->columns : zeros;
+    for (int64_t c = s->columns - GROUP; c >= 0; c -= GROUP) {
+      const int8_t *left = c ? row + c - GROUP : zero_row;
+      x1 = put16(x1, s, c + 16, row, up, left + 16, &at, &missing);
+      x0 = put16(x0, s, c, row, up, left, &at, &missing);
+    }
+  }
+  free(zeros);
+  _mm512_storeu_si512(s->state, x0);
+  _mm512_storeu_si512(s->state + 16, x1);
+  return missing ? CG_CORRUPT : at;
+}
+#endif
+
+/* Encode. `code` is [models][256]: frequency | start << 16, indexed by symbol & 0xff. `words` has room for rows *
+ * columns. Returns the number of words, written at the end of the buffer in the order the decoder reads them. Negative:
+ * error (CG_CORRUPT: a symbol that its model does not have). */
+API int64_t cg_encode(const int8_t *symbols, int64_t rows, int64_t columns, const uint32_t *code, const int32_t *model,
+                      const int32_t *low, const int32_t *high, uint32_t *state, uint16_t *words) {
+  Symbols s = {symbols, rows, columns, code, model, low, high, state, words};
+  int64_t total = rows * columns, at;
+  for (int i = 0; i < LANES; i++) state[i] = LOW;
+#if CG_X86
+  if (isa == 2)
+    at = encode_avx512(&s, total);
+  else
+#endif
+    at = encode_scalar(&s, rows - 1, columns, total);
+  return at < 0 ? at : total - at;
+}
+
+/* ---- products in fixed point ---- */
+
+/* Rows of float32 times a matrix of int16, as kernels/reference.py defines it: a row is scaled by a power of two to a
+ * Euclidean norm of at most NORM and rounded to int16, the columns of the matrix are so too; by the Cauchy-Schwarz
+ * inequality a product then fits 32 bits, whatever the order of its sum. Results are the same on every machine. */
+#define NORM 32000.0
+#define HUGE_NORM 0x1p60 /* of what no model produces */
+#define ROWS 8           /* rows and columns of the product that are summed at a time */
+#define COLS 32
+#define BLOCK 48 /* rows at a time, a multiple of ROWS: small enough that a block's buffers stay in the cache */
+
+typedef struct {
+  const int16_t *pairs; /* [n / COLS][k / 2][COLS][2], padded with zeros */
+  const float *scale;   /* [n]: units of the columns */
+  int64_t k, n;
+} Fixed;
+
+static inline float power_of_two(int64_t exponent) {
+  uint32_t bits = (uint32_t)(exponent + 127) << 23;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+/* Rows [rows][k] of floats to int16 [rows][even k], and the power of two by which each is to be multiplied back. Returns
+ * CG_CORRUPT for a row with NaN, infinity or a norm above HUGE_NORM. */
+static ALWAYS_INLINE int to_fixed_body(const float *x, int64_t stride, int64_t rows, int64_t k, int16_t *out,
+                                       float *back) {
+  int64_t even = k + (k & 1);
+  for (int64_t r = 0; r < rows; r++, x += stride, out += even) {
+    double sum[8] = {0}, total = 0;
+    int64_t i = 0;
+    for (; i + 8 <= k; i += 8)
+      for (int u = 0; u < 8; u++) sum[u] += (double)x[i + u] * (double)x[i + u];
+    for (int u = 0; i < k; i++, u++) sum[u] += (double)x[i] * (double)x[i];
+    for (int u = 0; u < 8; u++) total += sum[u];
+    if (!(total <= HUGE_NORM * HUGE_NORM)) return CG_CORRUPT;
+    double room = total > 0 ? NORM * NORM / total : 1;
+    int64_t e; /* the power of two in the root of `room` */
+    memcpy(&e, &room, 8);
+    e = ((e >> 52) - 1023) >> 1;
+    e = e > 100 ? 100 : e;
+    float scale = power_of_two(e);
+    back[r] = power_of_two(-e);
+    out[even - 1] = 0;
+    for (i = 0; i < k; i++) {
+      float v = x[i] * scale + 12582912.0f; /* 1.5 * 2^23: rounds to the nearest integer, which its low bits then hold */
+      int32_t bits;
+      memcpy(&bits, &v, 4);
+      out[i] = (int16_t)bits;
+    }
+  }
+  return CG_OK;
+}
+
+static int to_fixed_portable(const float *x, int64_t stride, int64_t rows, int64_t k, int16_t *out, float *back) {
+  return to_fixed_body(x, stride, rows, k, out, back);
+}
+
+/* A tile of a product: up to ROWS rows, COLS columns. */
+typedef struct {
+  const int16_t *a, *b; /* ROWS rows of k values; one group of columns of Fixed.pairs */
+  int64_t k, rows, columns;
+  const float *back, *scale, *add; /* units of the rows and of the columns, and what is added */
+  float *out;
+  int64_t stride;
+} Tile;
+
+static ALWAYS_INLINE void finish(const Tile *t, int32_t sum[ROWS][COLS]) {
+  for (int64_t r = 0; r < t->rows; r++)
+    for (int64_t c = 0; c < t->columns; c++)
+      t->out[r * t->stride + c] = (float)sum[r][c] * t->back[r] * t->scale[c] + t->add[c];
+}
+
+static void product_portable(const Tile *t) {
+  const int16_t *a = t->a, *b = t->b;
+  int64_t k = t->k;
+  int32_t sum[ROWS][COLS] = {{0}};
+  for (int64_t p = 0; p < k / 2; p++)
+    for (int r = 0; r < ROWS; r++)
+      for (int j = 0; j < COLS; j++)
+        sum[r][j] += a[r * k + 2 * p] * b[(p * COLS + j) * 2] + a[r * k + 2 * p + 1] * b[(p * COLS + j) * 2 + 1];
+  finish(t, sum);
+}
+
+#if CG_X86
+__attribute__((target("avx2"))) static int to_fixed_avx2(const float *x, int64_t stride, int64_t rows, int64_t k,
+                                                         int16_t *out, float *back) {
+  return to_fixed_body(x, stride, rows, k, out, back);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static int to_fixed_avx512(
+    const float *x, int64_t stride, int64_t rows, int64_t k, int16_t *out, float *back) {
+  return to_fixed_body(x, stride, rows, k, out, back);
+}
+
+static inline int32_t pair_at(const int16_t *a) {
+  int32_t pair;
+  memcpy(&pair, a, 4);
+  return pair;
+}
+
+__attribute__((target("avx2"))) static void product_avx2(const Tile *t) {
+  const int16_t *a = t->a, *b = t->b;
+  int64_t k = t->k;
+  int32_t sum[ROWS][COLS];
+  for (int r = 0; r < ROWS; r += 4)
+    for (int j = 0; j < COLS; j += 16) {
+      __m256i acc[4][2];
+      for (int i = 0; i < 4; i++) acc[i][0] = acc[i][1] = _mm256_setzero_si256();
+      for (int64_t p = 0; p < k / 2; p++) {
+        __m256i b0 = _mm256_loadu_si256((const __m256i *)(b + (p * COLS + j) * 2));
+        __m256i b1 = _mm256_loadu_si256((const __m256i *)(b + (p * COLS + j + 8) * 2));
+        for (int i = 0; i < 4; i++) {
+          __m256i v = _mm256_set1_epi32(pair_at(a + (r + i) * k + 2 * p));
+          acc[i][0] = _mm256_add_epi32(acc[i][0], _mm256_madd_epi16(v, b0));
+          acc[i][1] = _mm256_add_epi32(acc[i][1], _mm256_madd_epi16(v, b1));
+        }
+      }
+      for (int i = 0; i < 4; i++) {
+        _mm256_storeu_si256((__m256i *)&sum[r + i][j], acc[i][0]);
+        _mm256_storeu_si256((__m256i *)&sum[r + i][j + 8], acc[i][1]);
+      }
+    }
+  finish(t, sum);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vnni"))) static void product_avx512(const Tile *t) {
+  const int16_t *a = t->a, *b = t->b;
+  int64_t k = t->k;
+  __m512i acc[ROWS][2];
+  for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
+  for (int64_t p = 0; p < k / 2; p++) {
+    __m512i b0 = _mm512_loadu_si512(b + p * COLS * 2), b1 = _mm512_loadu_si512(b + (p * COLS + 16) * 2);
+    for (int r = 0; r < ROWS; r++) {
+      __m512i v = _mm512_set1_epi32(pair_at(a + r * k + 2 * p));
+      acc[r][0] = _mm512_dpwssd_epi32(acc[r][0], v, b0);
+      acc[r][1] = _mm512_dpwssd_epi32(acc[r][1], v, b1);
+    }
+  }
+  uint32_t there = t->columns < COLS ? (1u << t->columns) - 1 : ~0u;
+  for (int half = 0; half < 2; half++) {
+    __mmask16 mask = (__mmask16)(there >> 16 * half);
+    __m512 scale = _mm512_maskz_loadu_ps(mask, t->scale + 16 * half), add = _mm512_maskz_loadu_ps(mask, t->add + 16 * half);
+    for (int r = 0; r < ROWS; r++)
+      if (r < t->rows) {
+        __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][half]), _mm512_mul_ps(_mm512_set1_ps(t->back[r]), scale));
+        _mm512_mask_storeu_ps(t->out + r * t->stride + 16 * half, mask, _mm512_add_ps(v, add));
+      }
+  }
+}
+#endif
+
+/* out[rows][n] = x[rows][k] * m + add[n], for at most BLOCK rows. `fixed` has room for BLOCK rows of m's even k, whose
+ * rows behind `rows` may hold anything. Strides in elements. */
+static int multiply(const float *x, int64_t stride, int64_t rows, const Fixed *m, const float *add, int16_t *fixed,
+                    float *out, int64_t out_stride) {
+  int64_t even = m->k + (m->k & 1);
+  float back[BLOCK];
+  int result;
+#if CG_X86
+  if (isa == 2)
+    result = to_fixed_avx512(x, stride, rows, m->k, fixed, back);
+  else if (isa == 1)
+    result = to_fixed_avx2(x, stride, rows, m->k, fixed, back);
+  else
+#endif
+    result = to_fixed_portable(x, stride, rows, m->k, fixed, back);
+  if (result) return result;
+  for (int64_t j = 0; j < m->n; j += COLS)
+    for (int64_t i = 0; i < rows; i += ROWS) {
+      Tile tile = {fixed + i * even, m->pairs + j * even, even, rows - i < ROWS ? rows - i : ROWS,
+                   m->n - j < COLS ? m->n - j : COLS, back + i, m->scale + j, add + j, out + i * out_stride + j, out_stride};
+#if CG_X86
+      if (isa == 2)
+        product_avx512(&tile);
+      else if (isa == 1)
+        product_avx2(&tile);
+      else
+#endif
+        product_portable(&tile);
+    }
+  return CG_OK;
+}
+
+/* out[rows][n] = x[rows][k] * m. Strides in bytes. CG_CORRUPT: x has NaN, infinity or a huge value. */
+API int cg_multiply(const char *x, int64_t stride, int64_t rows, int64_t k, int64_t n, const int16_t *pairs,
+                    const float *scale, char *out, int64_t out_stride) {
+  Fixed m = {pairs, scale, k, n};
+  int16_t *fixed = calloc((size_t)(BLOCK * (k + 1)) + 1, sizeof *fixed);
+  float *zeros = calloc((size_t)n + 1, sizeof *zeros);
+  int result = fixed && zeros ? CG_OK : CG_MEMORY;
+  for (int64_t r = 0; r < rows && !result; r += BLOCK)
+    result = multiply((const float *)(x + r * stride), stride / 4, rows - r < BLOCK ? rows - r : BLOCK, &m, zeros,
+                      fixed, (float *)(out + r * out_stride), out_stride / 4);
+  free(fixed);
+  free(zeros);
+  return result;
 }
 
 /* ---- from components to symbols ---- */
 
-/* Quantize components [rows][width]: column c codes component order[c]. threshold[2 c]
- * is the size, in steps, from which a value is not 0; its magnitude is then floor(size + threshold[2 c + 1]), at least
- * 1. What exceeds
- * reach[c] escapes: its index goes to escape_at, its value to escape_value (room for `room` of them). Returns the
- * number of escapes; CG_CORRUPT for a size above `limit` or NaN, CG_MEMORY if there is no room.
- *
- * The product is stored before it is used: a fused multiply-add would round differently from numpy. */
-CLONES API int64_t cg_quantize(const float *components, int64_t rows, int64_t width, const int32_t *order, int64_t columns,
-                        float per_step, float limit, const float *threshold, const int32_t *reach, int8_t *symbols,
-                        int64_t *escape_at, int32_t *escape_value, int64_t room) {
-  int32_t *value = malloc((size_t)(columns + 1) * 4), *first = malloc((size_t)(columns + 1) * 4);
-  float *size = malloc((size_t)(columns + 1) * 4), *extra = malloc((size_t)(columns + 1) * 4);
-  int64_t escapes = value && first && size && extra ? 0 : CG_MEMORY;
-  int32_t most;
-  memcpy(&most, &limit, 4); /* sizes are compared by their bits: positive floats order as integers, NaN above all */
-  if (!escapes)
-    for (int64_t c = 0; c < columns; c++) {
-      memcpy(first + c, threshold + 2 * c, 4);
-      extra[c] = threshold[2 * c + 1];
+static void widen_portable(const uint16_t *in, const float *mean, int64_t width, float *out) {
+  for (int64_t i = 0; i < width; i++) {
+    uint32_t sign = (uint32_t)(in[i] & 0x8000) << 16, mag = in[i] & 0x7fff, bits = (mag << 13) + 0x38000000;
+    float value;
+    if (mag >= 0x7c00) bits = 0x7f800000 | (mag & 0x3ff) << 13; /* infinity, NaN */
+    memcpy(&value, &bits, 4);
+    if (mag < 0x400) value = (float)mag / 16777216.0f; /* subnormal */
+    memcpy(&bits, &value, 4);
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    out[i] = value - mean[i];
+  }
+}
+
+#if CG_X86
+__attribute__((target("avx2,f16c"))) static void widen_avx2(const uint16_t *in, const float *mean, int64_t width,
+                                                            float *out) {
+  int64_t i = 0;
+  for (; i + 8 <= width; i += 8) {
+    __m256 x = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i)));
+    _mm256_storeu_ps(out + i, _mm256_sub_ps(x, _mm256_loadu_ps(mean + i)));
+  }
+  widen_portable(in + i, mean + i, width - i, out + i);
+}
+#endif
+
+/* Channels of a cell, fp16 [rows][width], as float32 without their mean. Strides, of rows, in bytes. */
+API void cg_channels(const char *in, int64_t stride, const float *mean, int64_t rows, int64_t width, char *out,
+                     int64_t out_stride) {
+  for (int64_t r = 0; r < rows; r++) {
+    const uint16_t *from = (const uint16_t *)(in + r * stride);
+    float *to = (float *)(out + r * out_stride);
+#if CG_X86
+    if (isa >= 1) {
+      widen_avx2(from, mean, width, to);
+      continue;
     }
+#endif
+    widen_portable(from, mean, width, to);
+  }
+}
+
+typedef struct {
+  const float *zero, *rounding; /* per component: the size, in steps, from which a value is not 0; what rounds it */
+  const int32_t *reach;         /* the largest magnitude with a symbol */
+  int64_t width;                /* components */
+  float per_step, limit;
+} Quantizer;
+
+/* Values of one row of components from `first` on. Returns 1 if any escapes, CG_CORRUPT for a size above the limit or
+ * NaN. Two products, never fused: they round as numpy's. */
+static int quantize_portable(const float *components, float gain, const Quantizer *q, int64_t first, int32_t *value,
+                             int8_t *symbol) {
+  int wide = 0;
+  for (int64_t i = first; i < q->width; i++) {
+    float scaled = components[i] * gain, size = scaled * q->per_step, m = size < 0 ? -size : size;
+    if (!(m <= q->limit)) return CG_CORRUPT;
+    int32_t v = (int32_t)(m + q->rounding[i]);
+    v = m >= q->zero[i] ? (v < 1 ? 1 : v) : 0;
+    int escapes = v > q->reach[i];
+    wide |= escapes;
+    value[i] = size < 0 ? -v : v;
+    symbol[i] = escapes ? ESCAPE : (int8_t)value[i];
+  }
+  return wide;
+}
+
+#if CG_X86
+__attribute__((target("avx512f,avx512bw"))) static int quantize_avx512(const float *components, float gain,
+                                                                       const Quantizer *q, int32_t *value,
+                                                                       int8_t *symbol) {
+  const __m512 most = _mm512_set1_ps(q->limit);
+  __mmask16 wide = 0, bad = 0;
+  int64_t i = 0;
+  for (; i + 16 <= q->width; i += 16) {
+    __m512 size = _mm512_mul_ps(_mm512_loadu_ps(components + i), _mm512_set1_ps(gain));
+    size = _mm512_mul_ps(size, _mm512_set1_ps(q->per_step));
+    __m512 m = _mm512_abs_ps(size);
+    bad |= _mm512_cmp_ps_mask(m, most, _CMP_NLE_UQ);
+    __mmask16 there = _mm512_cmp_ps_mask(m, _mm512_loadu_ps(q->zero + i), _CMP_GE_OQ);
+    __m512i v = _mm512_cvttps_epi32(_mm512_add_ps(m, _mm512_loadu_ps(q->rounding + i)));
+    v = _mm512_maskz_max_epi32(there, v, _mm512_set1_epi32(1));
+    __mmask16 escapes = _mm512_cmpgt_epi32_mask(v, _mm512_loadu_si512(q->reach + i));
+    __mmask16 negative = _mm512_cmp_ps_mask(size, _mm512_setzero_ps(), _CMP_LT_OQ);
+    v = _mm512_mask_sub_epi32(v, negative, _mm512_setzero_si512(), v);
+    wide |= escapes;
+    _mm512_storeu_si512(value + i, v);
+    _mm_storeu_si128((__m128i *)(symbol + i),
+                     _mm512_cvtepi32_epi8(_mm512_mask_mov_epi32(v, escapes, _mm512_set1_epi32(ESCAPE))));
+  }
+  int rest = quantize_portable(components, gain, q, i, value, symbol);
+  return bad || rest < 0 ? CG_CORRUPT : wide || rest;
+}
+#endif
+
+/* Quantize components [rows][width], a row's multiplied by gain[row]: symbols [rows][columns], column c that of
+ * component order[c]. threshold [2][columns]: the size, in steps, from which a value is not 0, and what is added before
+ * it is rounded down. What exceeds reach[c] escapes: its index goes to escape_at, its value to escape_value (room for
+ * `room` of them). Returns the number of escapes; CG_CORRUPT for a size above the limit or NaN, CG_MEMORY if there is no
+ * room. */
+API int64_t cg_quantize(const float *components, int64_t rows, int64_t width, const float *gain, const int32_t *order,
+                        int64_t columns, float per_step, float limit, const float *threshold, const int32_t *reach,
+                        int8_t *symbols, int64_t *escape_at, int32_t *escape_value, int64_t room) {
+  float *zero = calloc((size_t)width + 1, 4), *rounding = calloc((size_t)width + 1, 4);
+  int32_t *most = calloc((size_t)width + 1, 4), *value = malloc((size_t)(width + 1) * 4);
+  int8_t *symbol = malloc((size_t)width + 1);
+  int64_t escapes = zero && rounding && most && value && symbol ? 0 : CG_MEMORY;
+  for (int64_t c = 0; c < columns && !escapes; c++) {
+    zero[order[c]] = threshold[c];
+    rounding[order[c]] = threshold[columns + c];
+    most[order[c]] = reach[c];
+  }
+  Quantizer q = {zero, rounding, most, width, per_step, limit};
   for (int64_t r = 0; r < rows && escapes >= 0; r++) {
-    const float *y = components + r * width;
     int8_t *out = symbols + r * columns;
-    int32_t bad = 0, wide = 0;
-    for (int64_t c = 0; c < columns; c++) size[c] = y[order[c]] * per_step;
-    for (int64_t c = 0; c < columns; c++) {
-      int32_t bits, magnitude;
-      memcpy(&bits, size + c, 4);
-      magnitude = bits & 0x7fffffff;
-      bad |= magnitude > most;
-      magnitude = magnitude > most ? 0 : magnitude;
-      float m;
-      memcpy(&m, &magnitude, 4);
-      int32_t v = (int32_t)(m + extra[c]);
-      v = v < 1 ? 1 : v;
-      v = magnitude >= first[c] ? v : 0;
-      wide |= v > reach[c];
-      value[c] = bits < 0 ? -v : v;
-    }
-    for (int64_t c = 0; c < columns; c++) out[c] = (int8_t)value[c];
-    if (bad) escapes = CG_CORRUPT;
-    for (int64_t c = 0; c < columns && wide && escapes >= 0; c++)
-      if (value[c] > reach[c] || value[c] < -reach[c]) {
-        out[c] = ESCAPE;
+    int wide;
+#if CG_X86
+    if (isa == 2)
+      wide = quantize_avx512(components + r * width, gain[r], &q, value, symbol);
+    else
+#endif
+      wide = quantize_portable(components + r * width, gain[r], &q, 0, value, symbol);
+    if (wide < 0) escapes = wide;
+    for (int64_t c = 0; c < columns; c++) out[c] = symbol[order[c]];
+    for (int64_t c = 0; c < columns && wide > 0 && escapes >= 0; c++)
+      if (out[c] == ESCAPE) {
         if (escapes == room) {
           escapes = CG_MEMORY;
         } else {
           escape_at[escapes] = r * columns + c;
-          escape_value[escapes++] = value[c];
+          escape_value[escapes++] = value[order[c]];
         }
       }
   }
+  free(zero);
+  free(rounding);
+  free(most);
   free(value);
-  free(first);
-  free(size);
-  free(extra);
+  free(symbol);
   return escapes;
 }
 
@@ -330,9 +678,8 @@ CLONES API int64_t cg_quantize(const float *components, int64_t rows, int64_t wi
 
 /* Most symbols are 0: a token's others are listed, and each adds a multiple of a basis row. Bases are int8 (as the
  * profile stores them; their units are in the values) and tiled, [width / TILE][rows][TILE], so that a tile stays in the
- * first-level cache while a block's tokens pass. What is dense, a cell's joint part, is a small matrix product. */
-#define TILE 64  /* columns of a basis that are summed at a time */
-#define BLOCK 48 /* tokens at a time: a multiple of 4, 6 and 8; small enough that a block's buffers stay in the cache */
+ * first-level cache while a block's tokens pass. What is dense, a cell's joint part, is a product in fixed point. */
+#define TILE 64 /* columns of a basis that are summed at a time */
 
 /* What a column of symbols stands for: row `row` of the basis of part `part` (0: the joint one, i + 1: cell i's tail, the
  * number of cells + 1: nothing), and how symbols become values: sign(s) * (|s| - shrink[|s| > 1]) * scale. */
@@ -401,49 +748,6 @@ static inline void add_terms(const Term *term, int64_t n, const int8_t *tile, co
   }
 #endif
   add_terms_portable(term, n, tile, init, out);
-}
-
-/* C[rows][n] = I + A[rows][k] * B[k][n], where I is one row for all. rows is a multiple of BLOCK's divisors (4, 6, 8),
- * n of 16; buffers are padded by their owner. */
-#define GEMM(NAME, TARGET, WIDTH, TILE)                                                                               \
-  typedef float NAME##_v __attribute__((vector_size(WIDTH * 4), aligned(4)));                                         \
-  TARGET static void NAME(int64_t rows, int64_t n, int64_t k, const float *a, int64_t lda, const float *b,            \
-                          int64_t ldb, const float *init, float *c, int64_t ldc) {                       \
-    for (int64_t j = 0; j < n; j += 16)                                                                               \
-      for (int64_t i = 0; i < rows; i += TILE) {                                                                      \
-        NAME##_v acc[TILE][16 / WIDTH];                                                                               \
-        for (int r = 0; r < TILE; r++)                                                                                \
-          for (int u = 0; u < 16 / WIDTH; u++) acc[r][u] = *(const NAME##_v *)(init + j + u * WIDTH);             \
-        const float *pa = a + i * lda, *pb = b + j;                                                                   \
-        for (int64_t p = 0; p < k; p++, pb += ldb) {                                                                  \
-          NAME##_v y[16 / WIDTH];                                                                                     \
-          for (int u = 0; u < 16 / WIDTH; u++) y[u] = *(const NAME##_v *)(pb + u * WIDTH);                            \
-          for (int r = 0; r < TILE; r++)                                                                              \
-            for (int u = 0; u < 16 / WIDTH; u++) acc[r][u] += y[u] * pa[r * lda + p];                                 \
-        }                                                                                                             \
-        for (int r = 0; r < TILE; r++)                                                                                \
-          for (int u = 0; u < 16 / WIDTH; u++) *(NAME##_v *)(c + (i + r) * ldc + j + u * WIDTH) = acc[r][u];          \
-      }                                                                                                               \
-  }
-GEMM(gemm_portable, , 4, 4)
-#if CG_X86
-GEMM(gemm_avx2, __attribute__((target("avx2,fma"))), 8, 6)
-GEMM(gemm_avx512, __attribute__((target("avx512f"))), 16, 8)
-#endif
-
-static void gemm(int64_t rows, int64_t n, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
-                 const float *init, float *c, int64_t ldc) {
-#if CG_X86
-  if (isa == 2) {
-    gemm_avx512(rows, n, k, a, lda, b, ldb, init, c, ldc);
-    return;
-  }
-  if (isa == 1) {
-    gemm_avx2(rows, n, k, a, lda, b, ldb, init, c, ldc);
-    return;
-  }
-#endif
-  gemm_portable(rows, n, k, a, lda, b, ldb, init, c, ldc);
 }
 
 /* Round to nearest even, as the hardware does; the caller has clamped to the finite range. */
@@ -522,13 +826,14 @@ static void rotate(const float *v, const float *turn, const float *cross, int64_
 
 /* One cell of a block: the channels of some heads of one layer, keys or values. */
 typedef struct {
-  const float *head;  /* [joint][width]: basis rows of the joint part, in channels */
+  const int16_t *head; /* basis rows of the joint part, as Fixed has them, and their */
+  const float *scale;  /* units, [width] */
   const int8_t *tail; /* [tiles][own][TILE]: basis rows of the cell's own components */
   const float *mean;  /* [width] */
   char *rows;         /* where token 0's first head goes */
   int64_t token_stride, head_stride; /* bytes; channels are contiguous */
   int64_t own;        /* components of the cell's own that this level codes */
-  int64_t heads, dim, width; /* width = heads * dim rounded up to TILE */
+  int64_t heads, dim, width; /* width: heads * dim rounded up to TILE */
   int64_t rotary;     /* channels of a head to rotate, 0 for values */
 } Cell;
 
@@ -584,18 +889,19 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
   int32_t *base = calloc((size_t)parts, sizeof *base), *end = malloc((size_t)(BLOCK * parts) * sizeof *end);
   Term *term = malloc((size_t)(BLOCK * columns + 1) * sizeof *term); /* a column has one place: columns are enough */
   float *zeros = calloc(TILE, 4);
+  int16_t *fixed = calloc((size_t)(BLOCK * (joint + 1)) + 1, sizeof *fixed);
   float *y = calloc((size_t)(BLOCK * joint_width) + 1, 4);
   float *x = calloc((size_t)(BLOCK * widest) + 1, 4);
   float *turn = malloc((size_t)(2 * BLOCK * pairs) * 4 + 4), *cross = malloc((size_t)(2 * BLOCK * pairs) * 4 + 4);
   float *turned = malloc((size_t)longest * 4 + 4), *split = malloc((size_t)longest * 4 + 4);
-  int result = base && end && term && zeros && y && x && turn && cross && turned && split ? CG_OK : CG_MEMORY;
+  int result = base && end && term && zeros && fixed && y && x && turn && cross && turned && split ? CG_OK : CG_MEMORY;
   if (result == CG_OK) {
     base[1] = (int32_t)active;
     for (int64_t i = 0; i < n_cells; i++) base[i + 2] = base[i + 1] + (int32_t)cells[i].own;
   }
   int64_t e = 0;
   for (int64_t first = 0; result == CG_OK && first < rows; first += BLOCK) {
-    int64_t n = rows - first < BLOCK ? rows - first : BLOCK, padded = (n + 23) / 24 * 24;
+    int64_t n = rows - first < BLOCK ? rows - first : BLOCK;
     for (int64_t t = 0; t < n; t++) {
       memcpy(end + t * parts, base, (size_t)parts * sizeof *base);
       e += list_terms(symbols + (first + t) * columns, column, columns, (first + t) * columns, escape_at + e,
@@ -611,7 +917,9 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
         add_terms(term + t * columns, end[t * parts], joint_basis + j * active, zeros, y + t * joint_width + j);
     for (int64_t i = 0; i < n_cells; i++) {
       const Cell *cell = cells + i;
-      gemm(padded, cell->width, joint, y + i * joint, joint_width, cell->head, cell->width, cell->mean, x, cell->width);
+      Fixed head = {cell->head, cell->scale, joint, cell->width};
+      result = multiply(y + i * joint, joint_width, n, &head, cell->mean, fixed, x, cell->width);
+      if (result) break;
       for (int64_t j = 0; cell->own && j < cell->width; j += TILE)
         for (int64_t t = 0; t < n; t++)
           add_terms(term + t * columns + base[i + 1], end[t * parts + i + 1] - base[i + 1],
@@ -641,6 +949,7 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
   free(end);
   free(term);
   free(zeros);
+  free(fixed);
   free(y);
   free(x);
   free(turn);

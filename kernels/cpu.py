@@ -20,12 +20,15 @@ from cachegen_rag.kernels.reference import (
     BlockTransform,
     Columns,
     Escapes,
+    FixedMatrix,
     KernelError,
     Quantizer,
     Rows,
     SymbolModels,
 )
 
+COLUMNS = 32
+"""Columns of a product in fixed point that the C kernel sums at a time."""
 TILE = 64
 """Columns of a basis that the C kernel sums at a time."""
 
@@ -41,7 +44,7 @@ def encode(
     state = np.empty(LANES, np.uint32)
     words = np.empty(symbols.size, np.uint16)
     lib = native.library()
-    arguments = (models.frequency, models.start, columns.model, columns.low, columns.high, state, words)
+    arguments = (models.codes, columns.model, columns.low, columns.high, state, words)
     if lib is not None:
         count = lib.cg_encode(_at(symbols), *symbols.shape, *map(_at, arguments))
     else:
@@ -75,22 +78,72 @@ def decode(
     return out
 
 
-def quantize(components: NDArray[np.float32], quantizer: Quantizer) -> tuple[NDArray[np.int8], Escapes]:
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """A :class:`FixedMatrix` as the C kernel reads it: rows in pairs, columns in groups, padded with zeros."""
+
+    pairs: NDArray[np.int16]
+    scale: NDArray[np.float32]
+
+    @staticmethod
+    def of(matrix: FixedMatrix) -> _Pairs:
+        rows, columns = matrix.value.shape
+        padded = np.pad(matrix.value, ((0, rows % 2), (0, -columns % COLUMNS)))
+        pairs = padded.reshape(-(-rows // 2), 2, -(-columns // COLUMNS), COLUMNS).transpose(2, 0, 3, 1)
+        return _Pairs(np.ascontiguousarray(pairs), np.ascontiguousarray(matrix.scale))
+
+
+_pairs: WeakKeyDictionary[FixedMatrix, _Pairs] = WeakKeyDictionary()
+
+
+def multiply(rows: NDArray[np.float32], matrix: FixedMatrix) -> NDArray[np.float32]:
+    """See :func:`cachegen_rag.kernels.reference.multiply`."""
+    lib = native.library()
+    if lib is None or rows.dtype != np.float32 or rows.strides[1] != 4 or rows.strides[0] % 4:
+        return reference.multiply(rows, matrix)
+    packed = _pairs.get(matrix)
+    if packed is None:
+        packed = _pairs[matrix] = _Pairs.of(matrix)
+    (n, k), columns = rows.shape, matrix.value.shape[1]
+    out = np.empty((n, columns), np.float32)
+    result = lib.cg_multiply(
+        _at(rows), rows.strides[0], n, k, columns, _at(packed.pairs), _at(packed.scale), _at(out), out.strides[0]
+    )
+    if result:
+        raise KernelError("a row is not finite, or too large")
+    return out
+
+
+def channels(array: NDArray[Any], mean: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """See :func:`cachegen_rag.kernels.reference.channels`."""
+    lib = native.library()
+    rows, width = array.shape[0], array.shape[1] * array.shape[2]
+    whole = array.strides[1:] == (array.shape[2] * array.itemsize, array.itemsize)
+    if lib is None or array.dtype != np.float16 or not whole or out.strides[1] != out.itemsize:
+        reference.channels(array, mean, out)
+        return
+    lib.cg_channels(_at(array), array.strides[0], _at(mean), rows, width, _at(out), out.strides[0])
+
+
+def quantize(
+    components: NDArray[np.float32], gain: NDArray[np.float32], quantizer: Quantizer
+) -> tuple[NDArray[np.int8], Escapes]:
     """See :func:`cachegen_rag.kernels.reference.quantize`."""
     lib = native.library()
     if lib is None:
-        return reference.quantize(components, quantizer)
-    components = np.ascontiguousarray(components, np.float32)
+        return reference.quantize(components, gain, quantizer)
+    components, gain = np.ascontiguousarray(components, np.float32), np.ascontiguousarray(gain, np.float32)
     rows, columns = len(components), len(quantizer.order)
-    if int(quantizer.order.max(initial=-1)) >= components.shape[1]:
-        raise KernelError("a column's component does not exist")
+    if int(quantizer.order.max(initial=-1)) >= components.shape[1] or len(gain) != rows:
+        raise KernelError("a column's component, or a row's gain, does not exist")
+    threshold = np.ascontiguousarray(quantizer.threshold.T)
     symbols = np.empty((rows, columns), np.int8)
     room = 64 + rows * columns // 64
     while True:
         at, value = np.empty(room, np.int64), np.empty(room, np.int32)
         count = lib.cg_quantize(
-            _at(components), rows, components.shape[1], _at(quantizer.order), columns, quantizer.per_step,
-            reference.MAX_SIZE, _at(quantizer.threshold), _at(quantizer.reach), _at(symbols), _at(at), _at(value), room,
+            _at(components), rows, components.shape[1], _at(gain), _at(quantizer.order), columns, quantizer.per_step,
+            reference.MAX_SIZE, _at(threshold), _at(quantizer.reach), _at(symbols), _at(at), _at(value), room,
         )  # fmt: skip
         if count >= 0:
             return symbols, Escapes(at[:count].copy(), value[:count].copy())
@@ -108,7 +161,7 @@ class _Layout:
 
     columns: NDArray[np.void]
     joint_basis: NDArray[np.int8]
-    heads: list[NDArray[np.float32]]
+    heads: list[_Pairs]
     tails: list[NDArray[np.int8]]
     means: list[NDArray[np.float32]]
 
@@ -125,7 +178,7 @@ class _Layout:
         return _Layout(
             columns,
             _tiled(transform.joint_basis),
-            [_padded(cell.matrix[:joint]) for cell in transform.cells],
+            [_Pairs.of(FixedMatrix.of(_padded(cell.matrix[:joint]))) for cell in transform.cells],
             [_tiled(cell.basis[joint : joint + cell.own]) for cell in transform.cells],
             [_padded(cell.mean) for cell in transform.cells],
         )
@@ -149,7 +202,9 @@ def reconstruct(
     for i, (cell, out, to) in enumerate(zip(transform.cells, rows.arrays, cells, strict=True)):
         if out.shape != (len(symbols), cell.heads, cell.dim):
             raise KernelError(f"rows of shape {out.shape} for {(len(symbols), cell.heads, cell.dim)}")
-        to.head, to.tail, to.mean, to.rows = map(_at, (layout.heads[i], layout.tails[i], layout.means[i], out))
+        head = layout.heads[i]
+        to.head, to.scale, to.tail = _at(head.pairs), _at(head.scale), _at(layout.tails[i])
+        to.mean, to.rows = _at(layout.means[i]), _at(out)
         to.token_stride, to.head_stride, _ = out.strides
         to.own, to.heads, to.dim, to.width = cell.own, cell.heads, cell.dim, len(layout.means[i])
         to.rotary = 0 if cell.is_value else 2 * rows.cosine.shape[1]
@@ -163,7 +218,7 @@ def reconstruct(
         cells, len(transform.cells), _at(cosine), _at(sine), int(rows.halves), int(half),
     )  # fmt: skip
     if result:
-        raise MemoryError("no memory for the buffers of one block")
+        raise KernelError(f"the symbols cannot be made into rows: {_PROBLEMS[result]}")
 
 
 def _padded(array: NDArray[np.float32]) -> NDArray[np.float32]:

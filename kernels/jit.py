@@ -49,7 +49,7 @@ def decode(words: Any, state: Any, slots: Any, model: Any, low: Any, high: Any, 
 
 
 @njit(nogil=True, cache=True, boundscheck=False)
-def encode(symbols: Any, frequency: Any, start: Any, model: Any, low: Any, high: Any, state: Any, words: Any) -> int:
+def encode(symbols: Any, codes: Any, model: Any, low: Any, high: Any, state: Any, words: Any) -> int:
     """Encode backwards into the end of ``words``; the number of words, or -2 if a symbol has no model."""
     rows, columns = symbols.shape
     at = rows * columns
@@ -60,8 +60,8 @@ def encode(symbols: Any, frequency: Any, start: Any, model: Any, low: Any, high:
             up = int(symbols[r - 1, c]) if r > 0 else 0
             left = int(symbols[r, c - GROUP]) if c >= GROUP else 0
             k = model[c] + _context(up, left, low[c], high[c])
-            symbol = int(symbols[r, c]) & 0xFF
-            f = int(frequency[k, symbol])
+            code = int(codes[k, int(symbols[r, c]) & 0xFF])
+            f = code & 0xFFFF
             if f == 0:
                 return -2
             lane = c % LANES
@@ -70,5 +70,5 @@ def encode(symbols: Any, frequency: Any, start: Any, model: Any, low: Any, high:
                 at -= 1
                 words[at] = v & 0xFFFF
                 v >>= 16
-            state[lane] = (v // f << PROB_BITS) + v % f + int(start[k, symbol])
+            state[lane] = (v // f << PROB_BITS) + v % f + (code >> 16)
     return rows * columns - at

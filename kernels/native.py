@@ -23,6 +23,7 @@ class Cell(ctypes.Structure):
 
     _fields_ = [
         ("head", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
         ("tail", ctypes.c_void_p),
         ("mean", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
@@ -61,10 +62,13 @@ def _load(path: Path, instruction_set: int) -> ctypes.CDLL | None:
         return None
     p, i64, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
     lib.cg_decode.argtypes = [p, size, p, p, p, p, p, i64, i64, p]
-    lib.cg_encode.argtypes = [p, i64, i64, p, p, p, p, p, p, p]
+    lib.cg_encode.argtypes = [p, i64, i64, p, p, p, p, p, p]
     lib.cg_encode.restype = i64
     f32 = ctypes.c_float
-    lib.cg_quantize.argtypes = [p, i64, i64, p, i64, f32, f32, p, p, p, p, p, i64]
+    lib.cg_multiply.argtypes = [p, i64, i64, i64, i64, p, p, p, i64]
+    lib.cg_channels.argtypes = [p, i64, p, i64, i64, p, i64]
+    lib.cg_channels.restype = None
+    lib.cg_quantize.argtypes = [p, i64, i64, p, p, i64, f32, f32, p, p, p, p, p, i64]
     lib.cg_quantize.restype = i64
     lib.cg_reconstruct.argtypes = [
         p, i64, p, i64, p, p, i64, p, p, i64, i64, i64, p, i64, p, p, ctypes.c_int, ctypes.c_int

@@ -26,6 +26,8 @@ SLOTS = 1 << PROB_BITS
 LOW = 1 << 16
 ESCAPE = -128
 CONTEXTS = 3
+NORM = 32000.0
+HUGE_NORM = float(1 << 60)
 MAX_SIZE = float(1 << 24)
 """Largest magnitude, in steps, that can be coded."""
 
@@ -46,6 +48,12 @@ class SymbolModels:
     frequency: NDArray[np.uint16]
     start: NDArray[np.uint16]
     slots: NDArray[np.uint32]
+
+    @cached_property
+    def codes(self) -> NDArray[np.uint32]:
+        """uint32 ``[models, 256]``: ``frequency | start << 16``."""
+        codes: NDArray[np.uint32] = self.frequency | self.start.astype(np.uint32) << 16
+        return codes
 
     @staticmethod
     def of(frequency: NDArray[np.uint16]) -> SymbolModels:
@@ -75,6 +83,39 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.model)
+
+
+@dataclass(frozen=True, eq=False)
+class FixedMatrix:
+    """A matrix for products in fixed point (:func:`multiply`): ``value * scale`` is close to the matrix.
+
+    value : int16 ``[rows, columns]``, Euclidean norm of a column at most 32,000. scale : float32 ``[columns]``.
+    """
+
+    value: NDArray[np.int16]
+    scale: NDArray[np.float32]
+
+    @staticmethod
+    def of(matrix: NDArray[np.floating[Any]]) -> FixedMatrix:
+        """Round a matrix, column by column. Units are powers of two, so that they round nothing when multiplied."""
+        exponent = _exponents(matrix.astype(np.float64).T)
+        value = np.rint(np.ldexp(matrix.astype(np.float64), exponent)).astype(np.int16)
+        return FixedMatrix(value, np.ldexp(np.float32(1), -exponent))
+
+    @property
+    def matrix(self) -> NDArray[np.float32]:
+        """What the integers stand for."""
+        matrix: NDArray[np.float32] = self.value * self.scale
+        return matrix
+
+
+def _exponents(rows: NDArray[np.float64]) -> NDArray[np.int32]:
+    """The powers of two that bring each row's norm to 16,000 to 32,000. Raises KernelError if a row has no norm."""
+    square = (rows * rows).sum(axis=1)
+    if not np.all(square <= HUGE_NORM**2):
+        raise KernelError("a row is not finite, or too large")
+    exponent = (np.frexp(NORM**2 / np.where(square > 0, square, NORM**2))[1] - 1) // 2
+    return np.minimum(exponent, 100).astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,12 +276,35 @@ def decode(
     return np.ascontiguousarray(out[1:, GROUP:])
 
 
-def quantize(components: NDArray[np.float32], quantizer: Quantizer) -> tuple[NDArray[np.int8], Escapes]:
-    """Symbols ``[rows, columns]`` of components ``[rows, any]``, and what lies beyond their reach.
+def multiply(rows: NDArray[np.float32], matrix: FixedMatrix) -> NDArray[np.float32]:
+    """``rows @ matrix`` in integers: the same on every machine, whatever the order in which products are summed.
+
+    Rows, too, are scaled by a power of two and rounded to integers, so no sum exceeds 31 bits (Cauchy-Schwarz) and all
+    sums are exact. The result, float32, is off by some 1e-5 of the product of the norms of row and column.
+    Raises KernelError for rows with NaN, infinity, or a norm above 2^60.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        exponent = _exponents(rows.astype(np.float64))
+    fixed = np.rint(rows * np.ldexp(np.float32(1), exponent)[:, None])
+    product = (fixed.astype(np.float64) @ matrix.value.astype(np.float64)).astype(np.float32)
+    return product * np.ldexp(np.float32(1), -exponent)[:, None] * matrix.scale
+
+
+def channels(array: NDArray[Any], mean: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """Write a cell's channels ``[rows, heads, dim]``, less their mean, to ``out``, ``[rows, heads * dim]``."""
+    out[:] = array.reshape(len(array), -1)
+    out -= mean
+
+
+def quantize(
+    components: NDArray[np.float32], gain: NDArray[np.float32], quantizer: Quantizer
+) -> tuple[NDArray[np.int8], Escapes]:
+    """Symbols ``[rows, columns]`` of components ``[rows, any]``, row ``t`` multiplied by ``gain[t]``, and what lies
+    beyond their reach.
 
     Raises KernelError for a size that is not a number or above ``MAX_SIZE`` steps.
     """
-    taken = components[:, quantizer.order] * np.float32(quantizer.per_step)
+    taken = components[:, quantizer.order] * gain[:, None] * np.float32(quantizer.per_step)
     size = np.abs(taken)
     if not np.all(size <= np.float32(MAX_SIZE)):
         raise KernelError("a component is too large for this step, or not a number")

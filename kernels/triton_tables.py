@@ -108,7 +108,7 @@ class LevelTables:
 
         return LevelTables(
             slots=put(models.slots.view(np.int32)),
-            codes=put((models.frequency.astype(np.int64) | models.start.astype(np.int64) << 16).astype(np.int32)),
+            codes=put(models.codes.view(np.int32)),
             columns=put(np.concatenate(columns)),
             blocks=put(np.stack([starts[:-1], widths], axis=1).astype(np.int32)),
             shrink=put(np.concatenate([t.shrink for _, t in blocks]).astype(np.float32)),

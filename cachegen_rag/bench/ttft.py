@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from cachegen_rag.bench.peers import peers
 from cachegen_rag.bench.requantize import requantize
 from cachegen_rag.bench.texts import shipped_text
 from cachegen_rag.cache import KVCache
-from cachegen_rag.models.base import Sampling
+from cachegen_rag.errors import ConfigError
+from cachegen_rag.models.base import KVModel, Sampling
 from cachegen_rag.models.demo import small_model_path
 from cachegen_rag.models.llama_cpp import LlamaCppModel
 from cachegen_rag.prompt import Prompt
@@ -51,41 +52,53 @@ def run(
     level: int | None = None,
     threads: int | None = None,
     with_peers: bool = True,
+    engine: str = "llama.cpp",
 ) -> dict[str, Any]:
     """Measure and return one JSON-ready object.
 
     model : a GGUF file; by default the small model of the demo extra.
     cases : names of :data:`CASES`. formats : weight formats; the first is the file as it is, others are made from it.
     repeats : hits of each case. text_repeats : text prefills of each case (they take longest).
-    level : level that is stored and read. threads : of the engine. with_peers : measure llama.cpp's own caches too.
+    level : level that is stored and read. threads : of llama.cpp. with_peers : measure llama.cpp's own caches too.
+    engine : ``llama.cpp``, or ``transformers``, which has one weight format (float32) and no such peers.
     """
+    if engine not in ("llama.cpp", "transformers"):
+        raise ConfigError(f"there is no engine {engine!r}; there are llama.cpp and transformers")
+    if engine == "transformers":
+        formats, with_peers = ("float32",), False
     source = Path(model) if model is not None else small_model_path()
     rows: list[dict[str, Any]] = []
     name = None
     with tempfile.TemporaryDirectory(prefix="cachegen-ttft-") as scratch:
         for number, weights in enumerate(formats):
             path = source if number == 0 else requantize(source, Path(scratch) / f"{weights}.gguf", weights)
-            engine = LlamaCppModel(path, n_ctx=8192, n_threads=threads)
-            name = name or engine.name
-            try:
+            with closing(load(engine, path, threads)) as loaded:
+                name = name or loaded.name
                 for case in cases:
                     folder = Path(scratch) / f"{weights}-{case}"
                     rows.append(
                         {"case": case, "weights": weights}
-                        | measure(engine, path, folder, CASES[case], repeats, text_repeats, level, with_peers)
+                        | measure(loaded, path, folder, CASES[case], repeats, text_repeats, level, with_peers)
                     )
-            finally:
-                engine.close()
     return {
         "benchmark": "ttft",
-        "environment": environment() | {"model": name},
+        "environment": environment() | {"model": name, "engine": engine},
         "rows": rows,
         "summary": summarize(rows),
     }
 
 
+def load(engine: str, path: Path, threads: int | None) -> KVModel:
+    """The model on one of the engines."""
+    if engine == "transformers":
+        from cachegen_rag.models.transformers import TransformersModel
+
+        return TransformersModel(path, n_ctx=8192)
+    return LlamaCppModel(path, n_ctx=8192, n_threads=threads)
+
+
 def measure(
-    engine: LlamaCppModel,
+    engine: KVModel,
     path: Path,
     folder: Path,
     case: tuple[int, int],
@@ -106,7 +119,7 @@ def measure(
             "text": (text_repeats, lambda prompt: ttft(cache, prompt, spliced=False)),
             "disk": (repeats, lambda prompt: ttft(cache, prompt, spliced=True)),
         }
-        if with_peers:
+        if with_peers and isinstance(engine, LlamaCppModel):
             for peer in peers(path, n_ctx=engine.n_ctx, n_threads=engine.n_threads, folder=folder):
                 stack.callback(peer.close)
                 peer.prepare(prompts[0].token_ids, len(prompts[0]) - len(prompts[0].segments[-1]))
@@ -140,7 +153,7 @@ def measure(
     }
 
 
-def cut_documents(engine: LlamaCppModel, count: int, tokens: int) -> list[str]:
+def cut_documents(engine: KVModel, count: int, tokens: int) -> list[str]:
     """``count`` different documents of about ``tokens`` tokens, from text shipped with the package."""
     text = shipped_text()
     ids = engine.tokenize(text)

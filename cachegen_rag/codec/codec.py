@@ -15,7 +15,7 @@ from cachegen_rag.bitstream import Bitstream, Section
 from cachegen_rag.codec import importance
 from cachegen_rag.codec.entropy import decode_stream, encode_stream, pack_integers, unpack_integers
 from cachegen_rag.codec.profile import Level, Profile
-from cachegen_rag.codec.transform import BlockCoder, Transform
+from cachegen_rag.codec.transform import BlockCoder, Transform, centered
 from cachegen_rag.errors import CorruptBitstreamError, EncodeError, UnknownLevelError
 from cachegen_rag.kernels import cpu
 from cachegen_rag.kernels import reference as reference_kernels
@@ -112,20 +112,29 @@ class Codec:
         device = self._on_device(kv.keys)
         if device is not None:
             return sections + self._encode_on(device, kv, level, exact)
-        indices = importance.gain_indices(self.profile.importance, self.profile.blocks, kv)
-        gains = importance.gains(indices)
+        coders = self.coders(level.index)
 
-        def code(index: int, coder: BlockCoder) -> tuple[NDArray[np.int32], bytes]:
-            components = coder.components(kv)
-            components *= gains[index][:, None]
+        def transform(index: int, coder: BlockCoder) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+            channels = centered(coder.block, kv, slow=self._slow)
+            estimate = importance.estimate(self.profile.importance, index, coder.block, channels)
+            try:
+                components = coder.components(channels, slow=self._slow)
+            except KernelError as error:
+                _check_finite(kv)
+                raise EncodeError(f"the KV cannot be transformed: {error}") from None
             components[exact] = 0
-            symbols, escaped = self._quantized(kv, components, coder)
+            return components, estimate
+
+        def code(coder: BlockCoder, components: NDArray[np.float32], gain: NDArray[np.float32]) -> tuple[Any, bytes]:
+            symbols, escaped = self._quantized(kv, components, gain, coder)
             if not symbols.shape[1]:
                 return escaped.value, b""
             return escaped.value, encode_stream(symbols, coder.columns, self.models, slow=self._slow)
 
-        coders = self.coders(level.index)
-        for index, (escaped, data) in enumerate(_encoders().map(code, range(len(coders)), coders)):
+        parts, estimates = zip(*_encoders().map(transform, range(len(coders)), coders), strict=True)
+        indices = importance.gain_indices(self.profile.importance, estimates)
+        coded = _encoders().map(code, coders, parts, importance.gains(indices))
+        for index, (escaped, data) in enumerate(coded):
             escapes.append(escaped)
             if data:
                 streams.append(Section(SECTION_STREAM, data, index))
@@ -144,10 +153,10 @@ class Codec:
         return [*escapes, *coded, Section(SECTION_GAINS, importance.pack(indices))]
 
     def _quantized(
-        self, kv: KV, components: NDArray[np.float32], coder: BlockCoder
+        self, kv: KV, components: NDArray[np.float32], gain: NDArray[np.float32], coder: BlockCoder
     ) -> tuple[NDArray[np.int8], Escapes]:
         try:
-            symbols, escapes = self._kernels.quantize(components, coder.quantizer)
+            symbols, escapes = self._kernels.quantize(components, gain, coder.quantizer)
             return symbols, escapes
         except KernelError:
             # NaN and infinity of any channel reach every component, so only now is it worth a look at all of them.

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.codec.entropy import frequencies
-from cachegen_rag.codec.importance import gain_indices, gains
+from cachegen_rag.codec.importance import estimate, gain_indices, gains
 from cachegen_rag.codec.profile import CLASSES, Block, Cell, Importance, Level, Profile
 from cachegen_rag.codec.quantize import thresholds
-from cachegen_rag.codec.transform import BlockCoder, Transform
+from cachegen_rag.codec.transform import BlockCoder, Transform, centered
 from cachegen_rag.kernels import cpu
 from cachegen_rag.kernels.reference import CONTEXTS, ESCAPE, Escapes, context
 from cachegen_rag.kv import KV, KVShape
@@ -183,12 +183,18 @@ def quantized(
 ) -> Iterator[tuple[BlockCoder, NDArray[np.float32], NDArray[np.float32], NDArray[np.int8], Escapes]]:
     """Per block and sample: how it is coded, its columns in steps, what a token's coefficients are to be multiplied
     with when decoding, and the symbols and escapes."""
-    found = [gains(gain_indices(profile.importance, profile.blocks, kv)) for kv in samples]
+    found = [
+        gains(gain_indices(profile.importance, [
+            estimate(profile.importance, i, block, centered(block, kv)) for i, block in enumerate(profile.blocks)
+        ]))
+        for kv in samples
+    ]  # fmt: skip
     for index, coder in enumerate(Transform(profile).coders(step)):
         for kv, gain in zip(samples, found, strict=True):
-            components = coder.components(kv) * gain[index][:, None]
-            size = components[:, coder.quantizer.order] * np.float32(coder.quantizer.per_step)
-            yield (coder, size, 1 / gain[index], *cpu.quantize(components, coder.quantizer))
+            components = coder.components(centered(coder.block, kv))
+            symbols, escapes = cpu.quantize(components, gain[index], coder.quantizer)
+            size = components[:, coder.quantizer.order] * gain[index][:, None] * np.float32(coder.quantizer.per_step)
+            yield coder, size, 1 / gain[index], symbols, escapes
 
 
 def fit_models(profile: Profile, samples: Sequence[KV], steps: Sequence[int]) -> Profile:

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 
 from cachegen_rag.codec.profile import CLASS_OF_ONE_STEP, CLASSES, Block, Profile
 from cachegen_rag.errors import ProfileError
-from cachegen_rag.kernels.reference import CONTEXTS, GROUP, BlockTransform, CellTransform, Columns, Quantizer
+from cachegen_rag.kernels import cpu, reference
+from cachegen_rag.kernels.reference import (
+    CONTEXTS,
+    GROUP,
+    BlockTransform,
+    CellTransform,
+    Columns,
+    FixedMatrix,
+    Quantizer,
+)
 from cachegen_rag.kv import KV
 
 
@@ -25,8 +34,8 @@ from cachegen_rag.kv import KV
 class BlockCoder:
     """A block of a profile at one step size, ready to use: ``columns`` of symbols and the way back to channels.
 
-    classes : the symbol model class of every column. forward : from a cell's channels to the coefficients that are
-    coded, ``[channels, joint + own]`` and an offset to subtract from the product; joint_forward : the joint part's.
+    classes : the symbol model class of every column. forward : from a cell's channels, without their mean, to the
+    coefficients that are coded, ``[channels, joint + own]``; joint_forward : the joint part's.
     """
 
     block: Block
@@ -34,27 +43,37 @@ class BlockCoder:
     columns: Columns
     quantizer: Quantizer
     transform: BlockTransform
-    forward: tuple[tuple[NDArray[np.float32], NDArray[np.float32]], ...]
-    joint_forward: NDArray[np.float32]
+    forward: tuple[FixedMatrix, ...]
+    joint_forward: FixedMatrix
     step: float
 
-    def components(self, kv: KV) -> NDArray[np.float32]:
-        """The coefficients to be coded, float32 ``[tokens, coefficients]``, in the order of ``transform.place``."""
-        n, joint, at = len(kv), self.block.joint, self.transform.active
+    def components(self, channels: NDArray[np.float32], *, slow: bool = False) -> NDArray[np.float32]:
+        """The coefficients to be coded, float32 ``[tokens, coefficients]``, in the order of ``transform.place``.
+
+        channels : as of :func:`centered`. Raises KernelError if they are not finite.
+        """
+        multiply = (reference if slow else cpu).multiply
+        n, joint, at, start = len(channels), self.block.joint, self.transform.active, 0
         out = np.empty((n, self.transform.coefficients), np.float32)
         out[:, -1] = 0
         top = np.empty((n, len(self.block.cells) * joint), np.float32)
-        for i, (cell, (matrix, offset)) in enumerate(zip(self.block.cells, self.forward, strict=True)):
-            source = kv.values if cell.is_value else kv.keys
-            x = source[cell.layer, :, cell.head : cell.head + cell.heads].reshape(n, cell.channels)
-            with np.errstate(invalid="ignore"):
-                y = x.astype(np.float32) @ matrix - offset
+        for i, (cell, matrix) in enumerate(zip(self.block.cells, self.forward, strict=True)):
+            y = multiply(channels[:, start : start + cell.channels], matrix)
             top[:, i * joint : (i + 1) * joint] = y[:, :joint]
             out[:, at : at + y.shape[1] - joint] = y[:, joint:]
-            at += y.shape[1] - joint
-        with np.errstate(invalid="ignore"):  # NaN and infinity are found, and refused, when sizes are checked
-            out[:, : self.transform.active] = top @ self.joint_forward
+            at, start = at + y.shape[1] - joint, start + cell.channels
+        out[:, : self.transform.active] = multiply(top, self.joint_forward)
         return out
+
+
+def centered(block: Block, kv: KV, *, slow: bool = False) -> NDArray[np.float32]:
+    """The channels of a block, cell by cell, without their means: float32 ``[tokens, channels]``."""
+    out, at = np.empty((len(kv), block.components), np.float32), 0
+    for c in block.cells:
+        source = (kv.values if c.is_value else kv.keys)[c.layer, :, c.head : c.head + c.heads]
+        (reference if slow else cpu).channels(source, c.mean, out[:, at : at + c.channels])
+        at += c.channels
+    return out
 
 
 class Transform:
@@ -137,17 +156,14 @@ class Transform:
             np.ascontiguousarray(context[:, 1]),
         )
         joint_inverse, inverses = self._forward[index]
-        forward = []
-        for cell, inverse, own in zip(block.cells, inverses, taken[1:], strict=True):
-            matrix = np.ascontiguousarray(inverse[:, : block.joint + own])
-            forward.append((matrix, (cell.mean.astype(np.float64) @ matrix).astype(np.float32)))
+        forward = [FixedMatrix.of(m[:, : block.joint + n]) for m, n in zip(inverses, taken[1:], strict=True)]
         quantizer = Quantizer(
             transform.place,
             float(np.float32(1 / size)),
             np.ascontiguousarray(profile.threshold[column_class], np.float32),
             self._reach[column_class],
         )
-        joint_forward = np.ascontiguousarray(joint_inverse[:, : taken[0]])
+        joint_forward = FixedMatrix.of(joint_inverse[:, : taken[0]])
         return BlockCoder(
             block, column_class, columns, quantizer, transform, tuple(forward), joint_forward, float(size)
         )
