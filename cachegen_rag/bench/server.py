@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PIECE = 8 << 10
+BURST = 0.005
+"""Seconds of a shaped link's rate that may be made up for: a timer that wakes up late must not slow the link down."""
 FAULTS = (
     "silent", "stall", "drip", "reset", "reset before head", "truncate", "short length", "shorter body", "long length",
     "no length", "chunked cut", "flip", "garbage", "another object", "huge length", "endless", "encoded", "not http",
@@ -60,8 +62,8 @@ class Link:
         if self.rate is None:
             return
         now = time.monotonic()
-        begin = max(now, self._free_at)
-        self._free_at = begin + self.duration(begin - self.start, size)
+        begin = max(now - BURST, self._free_at)
+        self._free_at = begin + self.duration(max(begin - self.start, 0.0), size)
         if self._free_at > now:
             await asyncio.sleep(self._free_at - now)
 

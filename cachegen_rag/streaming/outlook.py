@@ -58,7 +58,7 @@ class Outlook:
                 entry = part.chunk.level(level)
                 self._sizes[row, i] = entry.length
                 self._losses[row, i] = (entry.expected_kl or 0.0) * tokens
-                self._decodes[row, i] = tokens * loader.costs.mean(decode_key(part.codec, level), 1e-4)
+            self._decodes[:, i] = tokens * loader.costs.mean(decode_key(part.codec), 1e-4)
             gap = text(part.gap, part.start)
             self._text[i] = gap + text(tokens, part.start)
             splice = tokens * loader.costs.mean(f"splice/{loader.model}", 0.0)
@@ -82,9 +82,8 @@ class Outlook:
             elif state not in ("waiting", "ready"):
                 ready[j] = self._network_wait(a + j, now)[0] if self._shared else self._expected(a + j, now)
         if self._shared:  # then decoding takes the model's time
-            share = 1 / self._loader.threads
-            splice += np.where([state in ("failed", "ready") for state in status], 0.0, decodes[0] * share)
-            decodes = decodes * (1 - share)
+            splice += np.where([state in ("failed", "ready") for state in status], 0.0, decodes[0])
+            decodes = np.zeros_like(decodes)
         return Work(
             self._sizes[:, a:],
             self._losses[:, a:],
@@ -106,11 +105,9 @@ class Outlook:
             return 0.0 if status == "ready" else math.inf
         if status == "waiting":
             return sum(self._network_wait(i, now))
-        level = self.outcomes[i].level
-        decode = float(self._decodes[self._levels[i].index(level), i]) if level in self._levels[i] else 0.0
+        decode = float(self._decodes[0, i])
         if status in ("arrived", "decoding"):
-            waiting = sum(1 for state in self._status[self._at : i + 1] if state == "decoding")
-            return decode * max(1.0, waiting / self._loader.threads)
+            return decode * max(1, self._status[self._at : i + 1].count("decoding"))
         return max(self._network_wait(i, now)) + decode
 
     def _network_wait(self, i: int, now: float) -> tuple[float, float]:
@@ -145,15 +142,15 @@ class Outlook:
         """Why a local store is not worth asking, or None. Only what was measured counts."""
         if not self._loader.text.known or not self.parts:
             return None
-        decode = sum(float(self._decodes[0, i]) for i in range(len(self.parts)))
-        stored, text = decode / self._loader.threads + float(self._splice.sum()), float(self._text.sum())
+        stored, text = float(self._decodes[0].sum() + self._splice.sum()), float(self._text.sum())
         if stored < text + NOTICEABLE:
             return None
-        decoders = {decode_key(part.codec, part.level) for part in self.parts}
+        decoders = {decode_key(part.codec) for part in self.parts}
         for name in (f"splice/{self._loader.model}", *decoders):
             self._loader.costs.doubt(name)
         return f"computing is faster here: {text * 1e3:.0f} ms against {stored * 1e3:.0f} ms from the store"
 
 
-def decode_key(codec: Codec, level: int) -> str:
-    return f"decode/{codec.profile.hash[:16]}/{level}"
+def decode_key(codec: Codec) -> str:
+    """The name of what decoding costs: seconds a token while all threads decode. Levels differ too little to matter."""
+    return f"decode/{codec.profile.hash[:16]}"

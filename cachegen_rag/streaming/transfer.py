@@ -305,6 +305,10 @@ class Transfer(Outlook):
             if not self._closed:
                 self._fail(i, CLOSED)
 
+    def _decoding(self) -> int:
+        """How many parts are being decoded side by side."""
+        return max(1, min(self._status.count("decoding"), self._loader.threads))
+
     def _decode(self, i: int) -> None:
         part, outcome, target = self.parts[i], self.outcomes[i], self._targets[i]
         began, reason = time.monotonic(), None
@@ -321,12 +325,13 @@ class Transfer(Outlook):
                 if data is None:
                     raise LookupError("the object is gone from the store")
                 outcome.bytes = len(data)
+            beside = self._decoding()
             segment.verify(data)
             part.codec.decode_into(data, target, token_ids=part.token_ids)
-            stop = time.monotonic()
+            stop, beside = time.monotonic(), (beside + self._decoding()) / 2
             outcome.decode_ms = (stop - began) * 1e3
             self._event("decode", i, began, stop, outcome.level)
-            self._loader.costs.record(decode_key(part.codec, outcome.level), (stop - began) / len(part.token_ids))
+            self._loader.costs.record(decode_key(part.codec), (stop - began) / beside / len(part.token_ids))
         except LookupError as error:
             reason = str(error)
         except (BitstreamError, StoreError, CodecError) as error:

@@ -12,6 +12,7 @@ from cachegen_rag.errors import StoreUnavailableError
 from cachegen_rag.manifest import Segment
 from cachegen_rag.stores import open_store
 from cachegen_rag.streaming.costs import Costs
+from cachegen_rag.streaming.outlook import decode_key
 from cachegen_rag.streaming.parts import Ready
 from cachegen_rag.streaming.pipeline import Loader
 from cachegen_rag.streaming.policy import FixedLevel
@@ -165,6 +166,17 @@ class TestRemote:
         assert run.computing and library.codec.spans
         for began, ended in run.computing:
             assert not [span for span in library.codec.spans if span[0] < ended - 1e-3 and span[1] > began + 1e-3]
+        loader.close()
+
+    def test_decoding_costs_what_it_takes_from_the_engine(self, server, remote):
+        """Two decoders side by side cost half of their time each; all levels are decoded at about the same speed."""
+        codec = FakeCodec(0.1)
+        library = Library(server, codec, sizes=(20_000, 5_000), count=8)
+        loader = make_loader(remote, 1e8, speed=SPEED / 100, threads=2)
+        for level in (1, 2):
+            drive(loader, library, speed=SPEED / 100, level=level)
+        measured = loader.costs.mean(decode_key(codec), 9.0) * TOKENS
+        assert 0.045 < measured < 0.09
         loader.close()
 
     def test_half_of_a_chunk_is_not_computed_for_nothing(self, server, remote):
