@@ -28,6 +28,9 @@ MISSING = 1e15
 COMPUTING_RESERVE = 0.05
 """Share of a target that stays unused where all that is left is computed: engines are steadier than links."""
 
+NEARLY = 0.03
+"""Share of a time within which two plans are taken for equally early: what is measured is not known better."""
+
 LONG_SHOT = 3.0
 """A chunk that nobody waits for is still fetched if it is expected within this many times the time left."""
 
@@ -134,7 +137,7 @@ class Planner:
     def decide(self, work: Work, link: Link, target: float | None = None, elapsed: float = 0.0) -> Decision:
         if target is None:
             times, todo = finish_times(work, link.rate, link.round_trip)
-            k = int(times[work.default].argmin())
+            _, k = _soonest(times[work.default][None])
             return _earliest(work, link, todo, k, work.default, float(times[work.default, k]))
         due = target - COMPUTING_RESERVE * (target + elapsed)
         target -= self.reserve * (target + elapsed)
@@ -144,7 +147,7 @@ class Planner:
         fits = times <= target
         fits[:, -1] |= times[:, -1] <= due  # computing all that is left asks nothing more of the network
         if not fits.any():  # late whatever is done: be as little late as possible
-            level, k = divmod(int(times.argmin()), times.shape[1])
+            level, k = _soonest(times)
             return _earliest(work, link, todo, k, level, float(times[level, k]))
         losses = np.zeros_like(times)
         losses[:, :-1] = work.losses[:, todo][:, ::-1].cumsum(axis=1)[:, ::-1]
@@ -160,6 +163,13 @@ class Planner:
         k = int(np.lexsort((time, mixed))[0])
         level = int(finer[k] if share[k] >= 0.5 else first[k])
         return _decision(work, todo, k, level, float(time[k]))
+
+
+def _soonest(times: Floats) -> tuple[int, int]:
+    """Of the plans that are about the earliest, the finest level, and the fewest chunks to compute at it."""
+    near = times <= times.min() * (1 + NEARLY)
+    level = int(near.any(axis=1).argmax())
+    return level, int(near[level].argmax())
 
 
 def _earliest(work: Work, link: Link, todo: NDArray[np.int64], k: int, level: int, time: float) -> Decision:

@@ -89,6 +89,15 @@ class TestPlanner:
         assert 2 <= both.compute <= 6 and both.fetch == both.compute
         assert both.ttft < 0.65 * 8
 
+    def test_plans_that_are_about_as_early_fetch_more_and_finer(self):
+        even = make_work(text=0.2, splice=0.02, decode=0.0)
+        even.sizes[:] = 1000.0  # all levels are equally large, and the link is as good as free
+        decision = Planner().decide(even, Link(1e9), 0.01)
+        assert (decision.fetch, decision.level, decision.compute) == (0, 0, 0)
+        near = make_work(2, text=1.0, splice=0.02, decode=0.0)
+        rate = float(near.sizes[1].sum() / 1.03)  # fetching both ends 1 % after computing one and fetching the other
+        assert Planner().decide(near, Link(rate)).compute == 0
+
     def test_without_a_target_the_default_level_is_kept(self):
         for rate in np.geomspace(1e4, 1e9, 12):
             assert Planner().decide(make_work(default=2), Link(float(rate))).level in (2, None)
