@@ -260,13 +260,16 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
     top.set_yticks([0, 1, 2], ["model: splice, compute", "decode", "network"])
     top.set_xlabel("seconds since the request; numbers are chunks")
     top.set_title("One request at the bandwidth where fetching and computing take equally long")
-    for kind in ("text", "level", "ours"):
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
+    top.legend(handles, colours, loc="upper right", fontsize=8)
+    for kind, name in (("text", "text"), ("level", "default level"), ("ours", "ours")):
         points: dict[float, list[float]] = {}
         for row in result["rows"]:
-            if row.get("part") == "real" and row["mode"] == kind:
+            shown = row.get("part") == "real" and row["mode"] == kind and not row.get("cross_over")
+            if shown and (kind != "level" or row["default"]):
                 points.setdefault(row["mbit_s"] or 1e4, []).append(row["ttft_ms"] / 1e3)
         if points:
-            bottom.loglog(sorted(points), [np.median(points[r]) for r in sorted(points)], "o-", label=kind)
+            bottom.loglog(sorted(points), [np.median(points[r]) for r in sorted(points)], "o-", label=name)
     bottom.set_xlabel("Mbit/s (10,000: not shaped)")
     bottom.set_ylabel("seconds to first token")
     bottom.legend()
