@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -87,11 +88,13 @@ class Trial:
     prefix: int | None = None
 
     def reference(self, session: Session) -> Reference:
-        """Compute everything, segment by segment as a spliced prompt is."""
+        """Compute everything, segment by segment as a spliced prompt is, but for a beginning that the engine kept."""
         began = time.perf_counter()
-        for segment in self.prompt.segments[:-1]:
-            if len(segment):
-                session.decode(segment.token_ids)
+        at = self._reuse(session)
+        for start, stop in pairwise(self.prompt.offsets[:-1]):
+            if max(at, start) < stop:
+                session.decode(self.prompt.token_ids[max(at, start) : stop])
+        self._keep(session)
         question = session.decode(self.prompt.segments[-1].token_ids, logits=True)
         seconds = time.perf_counter() - began
         kv = session.export(0, session.length)
@@ -126,7 +129,7 @@ class Trial:
         if not looks:
             again = method.choose(Scene(prompt, steps.spliced, budget, None, deviation))
             steps = plan(prompt, fills, again, exact=leading)
-        ahead = list(between(steps.steps, 0, question))
+        ahead = list(between(steps.steps, self._reuse(session) if not leading else 0, question))
         gaps = execute(ahead, prompt, session)
         calls = sum(isinstance(step, Decode) and not is_gap(step, prompt) for step in ahead)
         if looks:
@@ -162,6 +165,13 @@ class Trial:
         """Negative log likelihood of the answer's tokens, nats per token."""
         rows = _log_softmax(logits[-len(self.answer) - 1 : -1])
         return float(-rows[np.arange(len(self.answer)), list(self.answer)].mean())
+
+    def _reuse(self, session: Session) -> int:
+        """Begin with the text before the first document, as requests do, if the engine kept it; its length."""
+        return session.reuse(self.prompt.token_ids[: leading_text(self.prompt)])
+
+    def _keep(self, session: Session) -> None:
+        session.keep(leading_text(self.prompt))
 
     def _recomputed(self, steps: Plan, leading: int) -> float:
         first = self.prompt.offsets[1] if self.prefix is None else self.prefix

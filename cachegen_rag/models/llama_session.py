@@ -99,7 +99,7 @@ class LlamaSession:
             chunk = ids[start : start + self._context.n_batch]
             rows = slice(start, start + len(chunk))
             with self._context.tap.tapped():
-                self._decode_batch(chunk, logits is not None)
+                self._decode_batch(chunk, None if logits is None else True)
             if logits is not None:
                 logits[rows] = self._context.logits(len(chunk))
             queries[:, rows] = self._context.tap.queries(shape.layers, len(chunk), heads, shape.key_dim)
@@ -329,24 +329,34 @@ class LlamaSession:
         if wrong is not None:
             raise ModelError(f"token id {wrong} is not in the vocabulary of {self._model.n_vocab}")
 
-    def _decode_batch(self, ids: list[int], logits: bool) -> None:
-        """Decode at most ``n_batch`` tokens; the prompt is as before if that fails or is cancelled."""
+    def _decode_batch(self, ids: list[int], logits: bool | None) -> None:
+        """Decode at most ``n_batch`` tokens, with logits of all, of the last one or (None) of none.
+
+        The prompt is as before if that fails or is cancelled.
+        """
         self._has_logits = False
+
+        def decode() -> None:
+            if logits is None:
+                self._context.decode_runs([(MAIN, self.length, ids)])
+            else:
+                self._context.decode(ids, self.length, all_logits=logits)
+
         try:
             with self._cancellable(len(ids)):
                 try:
-                    self._context.decode(ids, self.length, all_logits=logits)
+                    decode()
                 except ContextOverflowError:
                     if not self._make_room():
                         raise
-                    self._context.decode(ids, self.length, all_logits=logits)
+                    decode()
         except BaseException:
             self._context.remove(MAIN, self.length)
             raise
         if self._computed == self.length:
             self._computed += len(ids)
         self._ids.extend(ids)
-        self._has_logits = True
+        self._has_logits = logits is not None
 
     def _make_room(self) -> bool:
         """Give up library rows that the prompt has passed; False if there are none."""

@@ -31,6 +31,7 @@ def test_the_object_on_a_tiny_model(tiny_gguf, tmp_path):
         methods=("heads", "query"),
         budgets=(0.15, 0.5),
         weights="as is",
+        timed="as is",
         coded=False,
         threads=1,
     )
@@ -46,6 +47,8 @@ def test_the_object_on_a_tiny_model(tiny_gguf, tmp_path):
             assert row["kl_low"] <= row["kl"] <= row["kl_high"]
     assert rows["none+", 0.0]["recomputed"] == 0 and rows["none", 0.0]["recomputed"] > 0
     assert rows["heads", 0.5]["recomputed"] > rows["heads", 0.15]["recomputed"]
+    for (name, budget), row in rows.items():
+        assert ("seconds" in row) == (budget in (0.0, 0.15, 1.0) and "permuted" not in name), name
     splice.plot(result, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
