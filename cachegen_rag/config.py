@@ -153,7 +153,7 @@ class Settings(_Section):
         None, description="store documents that a request missed, when idle; none does on a store that is not remote"
     )
     shadow_fraction: float = Field(
-        0.0, ge=0, le=1, description="of the spliced requests, how many are computed in full too, when idle"
+        default=0.0, ge=0, le=1, description="of the spliced requests, how many are computed in full too, when idle"
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +69,7 @@ class Shadow:
         return check
 
     @property
-    def figures(self) -> dict[str, float | None]:
+    def figures(self) -> dict[str, Any]:
         """For the cache's statistics: checks, and per token the mean KL and the share of the same first choice."""
         with self._lock:
             return {
