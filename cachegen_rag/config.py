@@ -150,7 +150,8 @@ class Settings(_Section):
         None, ge=0, description="tokens recomputed at the head of each document; none measures"
     )
     store_missed: bool | None = Field(
-        default=None, description="store documents that a request missed, when idle; none does on a store that is not remote"
+        default=None,
+        description="store documents that a request missed, when idle; none does on a store that is not remote",
     )
     shadow_fraction: float = Field(
         default=0.0, ge=0, le=1, description="of the spliced requests, how many are computed in full too, when idle"
