@@ -283,11 +283,15 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2"))) static inline _
   __m256i low = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, x));
   _mm256_mask_storeu_epi16(s->words + *at, (__mmask16)((1u << n) - 1), low);
   x = _mm512_mask_srli_epi32(x, full, x, 16);
-  /* v / f in double precision: exact when rounded down, for a quotient is at least 1 / f from the next integer. */
-  __m512d fa = _mm512_cvtepi32_pd(_mm512_castsi512_si256(f)), fb = _mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(f, 1));
+  /* x / f, rounded down, as (x + 1/2) * (1 / f) in double precision: half of 1 / f is left to the next integers, much more
+   * than rounding can take. The divisions do not wait for x. */
+  const __m512d unit = _mm512_set1_pd(1.0), half = _mm512_set1_pd(0.5);
+  __m512d fa = _mm512_div_pd(unit, _mm512_cvtepi32_pd(_mm512_castsi512_si256(f)));
+  __m512d fb = _mm512_div_pd(unit, _mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(f, 1)));
   __m512d xa = _mm512_cvtepu32_pd(_mm512_castsi512_si256(x)), xb = _mm512_cvtepu32_pd(_mm512_extracti64x4_epi64(x, 1));
-  __m512i q = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvttpd_epu32(_mm512_div_pd(xa, fa))),
-                                 _mm512_cvttpd_epu32(_mm512_div_pd(xb, fb)), 1);
+  xa = _mm512_fmadd_pd(xa, fa, _mm512_mul_pd(half, fa));
+  xb = _mm512_fmadd_pd(xb, fb, _mm512_mul_pd(half, fb));
+  __m512i q = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvttpd_epu32(xa)), _mm512_cvttpd_epu32(xb), 1);
   __m512i rest = _mm512_sub_epi32(x, _mm512_mullo_epi32(q, f));
   return _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(q, PROB_BITS), rest), _mm512_srli_epi32(code, 16));
 }
@@ -354,28 +358,38 @@ static inline float power_of_two(int64_t exponent) {
   return value;
 }
 
-/* Rows [rows][k] of floats to int16 [rows][even k], and the power of two by which each is to be multiplied back. Returns
- * CG_CORRUPT for a row with NaN, infinity or a norm above HUGE_NORM. */
-static ALWAYS_INLINE int to_fixed_body(const float *x, int64_t stride, int64_t rows, int64_t k, int16_t *out,
-                                       float *back) {
+/* The power of two that brings a row to a norm of NORM or less; CG_CORRUPT for a square of the norm that is too large. */
+static inline int exponent_of(double square, int64_t *exponent) {
+  if (!(square <= HUGE_NORM * HUGE_NORM)) return CG_CORRUPT;
+  double room = square > 0 ? NORM * NORM / square : 1;
+  int64_t bits;
+  memcpy(&bits, &room, 8);
+  bits = ((bits >> 52) - 1023) >> 1;
+  *exponent = bits > 100 ? 100 : bits;
+  return CG_OK;
+}
+
+/* Rows [rows][k] of floats to int16 [rows][even k], and the power of two by which each is to be multiplied back. With
+ * `weight` [k], estimate[row] grows by the row's product with it. Returns CG_CORRUPT for a row with NaN, infinity or a
+ * norm above HUGE_NORM. */
+static ALWAYS_INLINE int to_fixed_body(const float *x, int64_t stride, int64_t rows, int64_t k, const double *weight,
+                                       double *estimate, int16_t *out, float *back) {
   int64_t even = k + (k & 1);
   for (int64_t r = 0; r < rows; r++, x += stride, out += even) {
-    double sum[8] = {0}, total = 0;
-    int64_t i = 0;
-    for (; i + 8 <= k; i += 8)
-      for (int u = 0; u < 8; u++) sum[u] += (double)x[i + u] * (double)x[i + u];
-    for (int u = 0; i < k; i++, u++) sum[u] += (double)x[i] * (double)x[i];
-    for (int u = 0; u < 8; u++) total += sum[u];
-    if (!(total <= HUGE_NORM * HUGE_NORM)) return CG_CORRUPT;
-    double room = total > 0 ? NORM * NORM / total : 1;
-    int64_t e; /* the power of two in the root of `room` */
-    memcpy(&e, &room, 8);
-    e = ((e >> 52) - 1023) >> 1;
-    e = e > 100 ? 100 : e;
+    double sum[8] = {0}, dot[8] = {0}; /* eight each: additions wait for one another */
+    for (int64_t i = 0; i < k; i += 8)
+      for (int64_t u = 0; u < (k - i < 8 ? k - i : 8); u++) {
+        sum[u] += (double)x[i + u] * (double)x[i + u];
+        if (weight) dot[u] += (double)x[i + u] * weight[i + u];
+      }
+    for (int u = 1; u < 8; u++) sum[0] += sum[u], dot[0] += dot[u];
+    if (weight) estimate[r] += dot[0];
+    int64_t e;
+    if (exponent_of(sum[0], &e)) return CG_CORRUPT;
     float scale = power_of_two(e);
     back[r] = power_of_two(-e);
     out[even - 1] = 0;
-    for (i = 0; i < k; i++) {
+    for (int64_t i = 0; i < k; i++) {
       float v = x[i] * scale + 12582912.0f; /* 1.5 * 2^23: rounds to the nearest integer, which its low bits then hold */
       int32_t bits;
       memcpy(&bits, &v, 4);
@@ -385,8 +399,9 @@ static ALWAYS_INLINE int to_fixed_body(const float *x, int64_t stride, int64_t r
   return CG_OK;
 }
 
-static int to_fixed_portable(const float *x, int64_t stride, int64_t rows, int64_t k, int16_t *out, float *back) {
-  return to_fixed_body(x, stride, rows, k, out, back);
+static int to_fixed_portable(const float *x, int64_t stride, int64_t rows, int64_t k, const double *weight,
+                             double *estimate, int16_t *out, float *back) {
+  return to_fixed_body(x, stride, rows, k, weight, estimate, out, back);
 }
 
 /* A tile of a product: up to ROWS rows, COLS columns. */
@@ -417,13 +432,44 @@ static void product_portable(const Tile *t) {
 
 #if CG_X86
 __attribute__((target("avx2"))) static int to_fixed_avx2(const float *x, int64_t stride, int64_t rows, int64_t k,
-                                                         int16_t *out, float *back) {
-  return to_fixed_body(x, stride, rows, k, out, back);
+                                                         const double *weight, double *estimate, int16_t *out,
+                                                         float *back) {
+  return to_fixed_body(x, stride, rows, k, weight, estimate, out, back);
 }
 
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static int to_fixed_avx512(
-    const float *x, int64_t stride, int64_t rows, int64_t k, int16_t *out, float *back) {
-  return to_fixed_body(x, stride, rows, k, out, back);
+__attribute__((target("avx512f,avx512bw,avx512vl"))) static int to_fixed_avx512(const float *x, int64_t stride,
+                                                                                int64_t rows, int64_t k,
+                                                                                const double *weight, double *estimate,
+                                                                                int16_t *out, float *back) {
+  int64_t even = k + (k & 1), whole = k & ~(int64_t)15;
+  __mmask16 rest = (__mmask16)((1u << (k & 15)) - 1);
+  for (int64_t r = 0; r < rows; r++, x += stride, out += even) {
+    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd(), dot = _mm512_setzero_pd(), more = dot;
+    for (int64_t i = 0; i < k; i += 16) {
+      __mmask16 there = i < whole ? (__mmask16)~0u : rest;
+      __m512 v = _mm512_maskz_loadu_ps(there, x + i);
+      __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
+      __m512d b = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
+      low = _mm512_fmadd_pd(a, a, low);
+      high = _mm512_fmadd_pd(b, b, high);
+      if (weight) {
+        dot = _mm512_fmadd_pd(a, _mm512_maskz_loadu_pd((__mmask8)there, weight + i), dot);
+        more = _mm512_fmadd_pd(b, _mm512_maskz_loadu_pd((__mmask8)(there >> 8), weight + i + 8), more);
+      }
+    }
+    if (weight) estimate[r] += _mm512_reduce_add_pd(_mm512_add_pd(dot, more));
+    int64_t e;
+    if (exponent_of(_mm512_reduce_add_pd(_mm512_add_pd(low, high)), &e)) return CG_CORRUPT;
+    back[r] = power_of_two(-e);
+    __m512 scale = _mm512_set1_ps(power_of_two(e));
+    out[even - 1] = 0;
+    for (int64_t i = 0; i < k; i += 16) {
+      __mmask16 there = i < whole ? (__mmask16)~0u : rest;
+      __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(there, x + i), scale));
+      _mm256_mask_storeu_epi16(out + i, there, _mm512_cvtepi32_epi16(v));
+    }
+  }
+  return CG_OK;
 }
 
 static inline int32_t pair_at(const int16_t *a) {
@@ -457,81 +503,85 @@ __attribute__((target("avx2"))) static void product_avx2(const Tile *t) {
   finish(t, sum);
 }
 
+__attribute__((target("avx512f,avx512bw,avx512vnni"))) static ALWAYS_INLINE void store_tile(const Tile *t, int half,
+                                                                                          const __m512i *acc) {
+  int64_t columns = t->columns - 16 * half;
+  __mmask16 mask = (__mmask16)(columns < 16 ? (1u << columns) - 1 : ~0u);
+  __m512 scale = _mm512_maskz_loadu_ps(mask, t->scale + 16 * half), add = _mm512_maskz_loadu_ps(mask, t->add + 16 * half);
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+    if (r < t->rows) {
+      __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r]), _mm512_mul_ps(_mm512_set1_ps(t->back[r]), scale));
+      _mm512_mask_storeu_ps(t->out + r * t->stride + 16 * half, mask, _mm512_add_ps(v, add));
+    }
+}
+
+/* sum += the products of pairs. In assembly: compilers copy `sum` around the intrinsic. */
+__attribute__((target("avx512f,avx512vnni"))) static ALWAYS_INLINE void add_pairs(__m512i *sum, __m512i a, __m512i b) {
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(*sum) : "v"(a), "v"(b));
+}
+
 __attribute__((target("avx512f,avx512bw,avx512vnni"))) static void product_avx512(const Tile *t) {
   const int16_t *a = t->a, *b = t->b;
+  const __m512i zero = _mm512_setzero_si512();
+  __m512i low[ROWS] = {zero, zero, zero, zero, zero, zero, zero, zero};
+  __m512i high[ROWS] = {zero, zero, zero, zero, zero, zero, zero, zero};
   int64_t k = t->k;
-  __m512i acc[ROWS][2];
-  for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
-  for (int64_t p = 0; p < k / 2; p++) {
-    __m512i b0 = _mm512_loadu_si512(b + p * COLS * 2), b1 = _mm512_loadu_si512(b + (p * COLS + 16) * 2);
-    for (int r = 0; r < ROWS; r++) {
-      __m512i v = _mm512_set1_epi32(pair_at(a + r * k + 2 * p));
-      acc[r][0] = _mm512_dpwssd_epi32(acc[r][0], v, b0);
-      acc[r][1] = _mm512_dpwssd_epi32(acc[r][1], v, b1);
+  if (t->columns > 16) {
+    for (int64_t p = 0; p < k; p += 2, b += 2 * COLS) {
+      __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 32);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        __m512i v = _mm512_set1_epi32(pair_at(a + r * k + p));
+        add_pairs(low + r, v, b0);
+        add_pairs(high + r, v, b1);
+      }
+    }
+    store_tile(t, 1, high);
+  } else {
+    for (int64_t p = 0; p < k; p += 2, b += 2 * COLS) {
+      __m512i b0 = _mm512_loadu_si512(b);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) add_pairs(low + r, _mm512_set1_epi32(pair_at(a + r * k + p)), b0);
     }
   }
-  uint32_t there = t->columns < COLS ? (1u << t->columns) - 1 : ~0u;
-  for (int half = 0; half < 2; half++) {
-    __mmask16 mask = (__mmask16)(there >> 16 * half);
-    __m512 scale = _mm512_maskz_loadu_ps(mask, t->scale + 16 * half), add = _mm512_maskz_loadu_ps(mask, t->add + 16 * half);
-    for (int r = 0; r < ROWS; r++)
-      if (r < t->rows) {
-        __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][half]), _mm512_mul_ps(_mm512_set1_ps(t->back[r]), scale));
-        _mm512_mask_storeu_ps(t->out + r * t->stride + 16 * half, mask, _mm512_add_ps(v, add));
-      }
-  }
+  store_tile(t, 0, low);
 }
 #endif
 
-/* out[rows][n] = x[rows][k] * m + add[n], for at most BLOCK rows. `fixed` has room for BLOCK rows of m's even k, whose
- * rows behind `rows` may hold anything. Strides in elements. */
-static int multiply(const float *x, int64_t stride, int64_t rows, const Fixed *m, const float *add, int16_t *fixed,
-                    float *out, int64_t out_stride) {
-  int64_t even = m->k + (m->k & 1);
-  float back[BLOCK];
-  int result;
+static int to_fixed(const float *x, int64_t stride, int64_t rows, int64_t k, const double *weight, double *estimate,
+                    int16_t *out, float *back) {
 #if CG_X86
-  if (isa == 2)
-    result = to_fixed_avx512(x, stride, rows, m->k, fixed, back);
-  else if (isa == 1)
-    result = to_fixed_avx2(x, stride, rows, m->k, fixed, back);
-  else
+  if (isa == 2) return to_fixed_avx512(x, stride, rows, k, weight, estimate, out, back);
+  if (isa == 1) return to_fixed_avx2(x, stride, rows, k, weight, estimate, out, back);
 #endif
-    result = to_fixed_portable(x, stride, rows, m->k, fixed, back);
-  if (result) return result;
+  return to_fixed_portable(x, stride, rows, k, weight, estimate, out, back);
+}
+
+/* out[rows][n] = fixed[rows][k] * m + add[n], of rows from to_fixed, at most BLOCK; behind them, up to a multiple of ROWS,
+ * `fixed` may hold anything. */
+static void product(const int16_t *fixed, const float *back, int64_t rows, const Fixed *m, const float *add, float *out,
+                    int64_t stride) {
+  int64_t even = m->k + (m->k & 1);
   for (int64_t j = 0; j < m->n; j += COLS)
     for (int64_t i = 0; i < rows; i += ROWS) {
       Tile tile = {fixed + i * even, m->pairs + j * even, even, rows - i < ROWS ? rows - i : ROWS,
-                   m->n - j < COLS ? m->n - j : COLS, back + i, m->scale + j, add + j, out + i * out_stride + j, out_stride};
+                   m->n - j < COLS ? m->n - j : COLS, back + i, m->scale + j, add + j, out + i * stride + j, stride};
 #if CG_X86
-      if (isa == 2)
+      if (isa == 2) {
         product_avx512(&tile);
-      else if (isa == 1)
+        continue;
+      }
+      if (isa == 1) {
         product_avx2(&tile);
-      else
+        continue;
+      }
 #endif
-        product_portable(&tile);
+      product_portable(&tile);
     }
-  return CG_OK;
 }
 
-/* out[rows][n] = x[rows][k] * m. Strides in bytes. CG_CORRUPT: x has NaN, infinity or a huge value. */
-API int cg_multiply(const char *x, int64_t stride, int64_t rows, int64_t k, int64_t n, const int16_t *pairs,
-                    const float *scale, char *out, int64_t out_stride) {
-  Fixed m = {pairs, scale, k, n};
-  int16_t *fixed = calloc((size_t)(BLOCK * (k + 1)) + 1, sizeof *fixed);
-  float *zeros = calloc((size_t)n + 1, sizeof *zeros);
-  int result = fixed && zeros ? CG_OK : CG_MEMORY;
-  for (int64_t r = 0; r < rows && !result; r += BLOCK)
-    result = multiply((const float *)(x + r * stride), stride / 4, rows - r < BLOCK ? rows - r : BLOCK, &m, zeros,
-                      fixed, (float *)(out + r * out_stride), out_stride / 4);
-  free(fixed);
-  free(zeros);
-  return result;
-}
-
-/* ---- from components to symbols ---- */
-
+/* out[i] = in[i] - mean[i], from fp16. */
 static void widen_portable(const uint16_t *in, const float *mean, int64_t width, float *out) {
   for (int64_t i = 0; i < width; i++) {
     uint32_t sign = (uint32_t)(in[i] & 0x8000) << 16, mag = in[i] & 0x7fff, bits = (mag << 13) + 0x38000000;
@@ -558,21 +608,73 @@ __attribute__((target("avx2,f16c"))) static void widen_avx2(const uint16_t *in, 
 }
 #endif
 
-/* Channels of a cell, fp16 [rows][width], as float32 without their mean. Strides, of rows, in bytes. */
-API void cg_channels(const char *in, int64_t stride, const float *mean, int64_t rows, int64_t width, char *out,
-                     int64_t out_stride) {
-  for (int64_t r = 0; r < rows; r++) {
-    const uint16_t *from = (const uint16_t *)(in + r * stride);
-    float *to = (float *)(out + r * out_stride);
+static void widen(const uint16_t *in, const float *mean, int64_t width, float *out) {
 #if CG_X86
-    if (isa >= 1) {
-      widen_avx2(from, mean, width, to);
-      continue;
-    }
-#endif
-    widen_portable(from, mean, width, to);
+  if (isa >= 1) {
+    widen_avx2(in, mean, width, out);
+    return;
   }
+#endif
+  widen_portable(in, mean, width, out);
 }
+
+/* A cell's rows and forward transform: its joint part [channels][joint] and its own [channels][n_own], as Fixed has them. */
+typedef struct {
+  const char *rows;     /* fp16 if `half`, else float32; `stride` bytes a token */
+  int64_t stride, half;
+  const float *mean;    /* [channels] */
+  const double *weight; /* [channels]: of the estimate */
+  const int16_t *top;
+  const float *top_scale;
+  const int16_t *own;
+  const float *own_scale;
+  int64_t channels, n_own;
+} ForwardCell;
+
+/* Components [rows][coefficients] of a block: `active` joint ones, each cell's own, 0; and to the estimates [rows] is added
+ * what the cells' channels say. CG_CORRUPT: a row has NaN, infinity or a huge value. */
+API int cg_components(const ForwardCell *cells, int64_t n_cells, int64_t rows, int64_t joint,
+                      const int16_t *joint_pairs, const float *joint_scale, int64_t active, float *out,
+                      int64_t coefficients, double *estimate) {
+  Fixed all = {joint_pairs, joint_scale, n_cells * joint, active};
+  int64_t widest = 0;
+  for (int64_t i = 0; i < n_cells; i++)
+    if (cells[i].channels > widest) widest = cells[i].channels;
+  float back[BLOCK], *x = malloc((size_t)(BLOCK * widest + 1) * sizeof *x);
+  int16_t *fixed = calloc((size_t)(BLOCK * ((widest > all.k ? widest : all.k) + 1)), sizeof *fixed);
+  float *top = malloc((size_t)(BLOCK * all.k + 1) * sizeof *top), *zeros = calloc((size_t)coefficients, sizeof *zeros);
+  int result = x && fixed && top && zeros ? CG_OK : CG_MEMORY;
+  for (int64_t first = 0; first < rows && !result; first += BLOCK) {
+    int64_t n = rows - first < BLOCK ? rows - first : BLOCK;
+    float *y = out + first * coefficients, *to = y + active;
+    for (int64_t i = 0; i < n_cells && !result; to += cells[i++].n_own) {
+      const ForwardCell *c = cells + i;
+      Fixed t = {c->top, c->top_scale, c->channels, joint}, own = {c->own, c->own_scale, c->channels, c->n_own};
+      for (int64_t r = 0; r < n; r++) {
+        const char *from = c->rows + (first + r) * c->stride;
+        float *centred = x + r * c->channels;
+        if (c->half)
+          widen((const uint16_t *)from, c->mean, c->channels, centred);
+        else
+          for (int64_t j = 0; j < c->channels; j++) centred[j] = ((const float *)from)[j] - c->mean[j];
+      }
+      result = to_fixed(x, c->channels, n, c->channels, c->weight, estimate + first, fixed, back);
+      if (result) break;
+      product(fixed, back, n, &t, zeros, top + i * joint, all.k);
+      product(fixed, back, n, &own, zeros, to, coefficients);
+    }
+    if (!result) result = to_fixed(top, all.k, n, all.k, NULL, NULL, fixed, back);
+    if (!result) product(fixed, back, n, &all, zeros, y, coefficients);
+    for (int64_t r = 0; r < n; r++) y[(r + 1) * coefficients - 1] = 0;
+  }
+  free(x);
+  free(fixed);
+  free(top);
+  free(zeros);
+  return result;
+}
+
+/* ---- from components to symbols ---- */
 
 typedef struct {
   const float *zero, *rounding; /* per component: the size, in steps, from which a value is not 0; what rounds it */
@@ -627,6 +729,15 @@ __attribute__((target("avx512f,avx512bw"))) static int quantize_avx512(const flo
 }
 #endif
 
+/* Eight at a time: stored one by one, bytes would wait for one another. columns % 32 == 0. */
+NOINLINE static void permute(const int8_t *from, const int32_t *order, int64_t columns, int8_t *out) {
+  for (int64_t c = 0; c < columns; c += 8) {
+    uint8_t eight[8];
+    for (int i = 0; i < 8; i++) eight[i] = (uint8_t)from[order[c + i]];
+    memcpy(out + c, eight, 8);
+  }
+}
+
 /* Quantize components [rows][width], a row's multiplied by gain[row]: symbols [rows][columns], column c that of
  * component order[c]. threshold [2][columns]: the size, in steps, from which a value is not 0, and what is added before
  * it is rounded down. What exceeds reach[c] escapes: its index goes to escape_at, its value to escape_value (room for
@@ -655,7 +766,7 @@ API int64_t cg_quantize(const float *components, int64_t rows, int64_t width, co
 #endif
       wide = quantize_portable(components + r * width, gain[r], &q, 0, value, symbol);
     if (wide < 0) escapes = wide;
-    for (int64_t c = 0; c < columns; c++) out[c] = symbol[order[c]];
+    permute(symbol, order, columns, out);
     for (int64_t c = 0; c < columns && wide > 0 && escapes >= 0; c++)
       if (out[c] == ESCAPE) {
         if (escapes == room) {
@@ -888,7 +999,7 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
   }
   int32_t *base = calloc((size_t)parts, sizeof *base), *end = malloc((size_t)(BLOCK * parts) * sizeof *end);
   Term *term = malloc((size_t)(BLOCK * columns + 1) * sizeof *term); /* a column has one place: columns are enough */
-  float *zeros = calloc(TILE, 4);
+  float *zeros = calloc(TILE, 4), back[BLOCK];
   int16_t *fixed = calloc((size_t)(BLOCK * (joint + 1)) + 1, sizeof *fixed);
   float *y = calloc((size_t)(BLOCK * joint_width) + 1, 4);
   float *x = calloc((size_t)(BLOCK * widest) + 1, 4);
@@ -918,8 +1029,9 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
     for (int64_t i = 0; i < n_cells; i++) {
       const Cell *cell = cells + i;
       Fixed head = {cell->head, cell->scale, joint, cell->width};
-      result = multiply(y + i * joint, joint_width, n, &head, cell->mean, fixed, x, cell->width);
+      result = to_fixed(y + i * joint, joint_width, n, joint, NULL, NULL, fixed, back);
       if (result) break;
+      product(fixed, back, n, &head, cell->mean, x, cell->width);
       for (int64_t j = 0; cell->own && j < cell->width; j += TILE)
         for (int64_t t = 0; t < n; t++)
           add_terms(term + t * columns + base[i + 1], end[t * parts + i + 1] - base[i + 1],

@@ -6,6 +6,7 @@ Everything here releases the GIL while it computes: chunks are decoded side by s
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from cachegen_rag.kernels.reference import (
     Columns,
     Escapes,
     FixedMatrix,
+    Forward,
     KernelError,
     Quantizer,
     Rows,
@@ -93,36 +95,47 @@ class _Pairs:
         return _Pairs(np.ascontiguousarray(pairs), np.ascontiguousarray(matrix.scale))
 
 
-_pairs: WeakKeyDictionary[FixedMatrix, _Pairs] = WeakKeyDictionary()
+_forwards: WeakKeyDictionary[Forward, tuple[list[_Pairs], list[_Pairs], _Pairs]] = WeakKeyDictionary()
 
 
-def multiply(rows: NDArray[np.float32], matrix: FixedMatrix) -> NDArray[np.float32]:
-    """See :func:`cachegen_rag.kernels.reference.multiply`."""
+def components(arrays: Sequence[NDArray[Any]], forward: Forward) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    """See :func:`cachegen_rag.kernels.reference.components`."""
     lib = native.library()
-    if lib is None or rows.dtype != np.float32 or rows.strides[1] != 4 or rows.strides[0] % 4:
-        return reference.multiply(rows, matrix)
-    packed = _pairs.get(matrix)
+    if lib is None or any(a.dtype not in (np.float16, np.float32) for a in arrays):
+        return reference.components(arrays, forward)
+    packed = _forwards.get(forward)
     if packed is None:
-        packed = _pairs[matrix] = _Pairs.of(matrix)
-    (n, k), columns = rows.shape, matrix.value.shape[1]
-    out = np.empty((n, columns), np.float32)
-    result = lib.cg_multiply(
-        _at(rows), rows.strides[0], n, k, columns, _at(packed.pairs), _at(packed.scale), _at(out), out.strides[0]
-    )
-    if result:
+        split = [(c.value[:, : forward.joint], c.value[:, forward.joint :], c.scale) for c in forward.cells]
+        tops = [_Pairs.of(FixedMatrix(top, scale[: forward.joint])) for top, _, scale in split]
+        own = [_Pairs.of(FixedMatrix(rest, scale[forward.joint :])) for _, rest, scale in split]
+        packed = _forwards[forward] = (tops, own, _Pairs.of(forward.top))
+    rows, active = len(arrays[0]), forward.top.value.shape[1]
+    kept = [np.ascontiguousarray(a) if _apart(a) else a for a in arrays]
+    cells = (native.ForwardCell * len(forward.cells))()
+    for i, (array, matrix, to) in enumerate(zip(kept, forward.cells, cells, strict=True)):
+        if len(array) != rows or array.shape[1] * array.shape[2] != len(matrix.value):
+            raise KernelError(f"rows of shape {array.shape} for {(rows, len(matrix.value))}")
+        top, rest = packed[0][i], packed[1][i]
+        to.rows, to.stride, to.half = _at(array), array.strides[0], array.dtype == np.float16
+        to.mean, to.weight = _at(forward.means[i]), _at(forward.weights[i])
+        to.top, to.top_scale, to.own, to.own_scale = map(_at, (top.pairs, top.scale, rest.pairs, rest.scale))
+        to.channels, to.n_own = len(matrix.value), matrix.value.shape[1] - forward.joint
+    out = np.empty((rows, active + sum(cell.n_own for cell in cells) + 1), np.float32)
+    estimate = np.full(rows, forward.constant)
+    result = lib.cg_components(
+        cells, len(cells), rows, forward.joint, _at(packed[2].pairs), _at(packed[2].scale), active,
+        _at(out), out.shape[1], _at(estimate),
+    )  # fmt: skip
+    if result == -2:
         raise KernelError("a row is not finite, or too large")
-    return out
+    if result:
+        raise KernelError(_PROBLEMS[result])
+    return out, estimate
 
 
-def channels(array: NDArray[Any], mean: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See :func:`cachegen_rag.kernels.reference.channels`."""
-    lib = native.library()
-    rows, width = array.shape[0], array.shape[1] * array.shape[2]
-    whole = array.strides[1:] == (array.shape[2] * array.itemsize, array.itemsize)
-    if lib is None or array.dtype != np.float16 or not whole or out.strides[1] != out.itemsize:
-        reference.channels(array, mean, out)
-        return
-    lib.cg_channels(_at(array), array.strides[0], _at(mean), rows, width, _at(out), out.strides[0])
+def _apart(array: NDArray[Any]) -> bool:
+    """Whether a token's channels are not next to each other."""
+    return array.strides[1:] != (array.shape[2] * array.itemsize, array.itemsize)
 
 
 def quantize(

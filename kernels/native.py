@@ -37,6 +37,24 @@ class Cell(ctypes.Structure):
     ]
 
 
+class ForwardCell(ctypes.Structure):
+    """``ForwardCell`` of codec.c."""
+
+    _fields_ = [
+        ("rows", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("half", ctypes.c_int64),
+        ("mean", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("top", ctypes.c_void_p),
+        ("top_scale", ctypes.c_void_p),
+        ("own", ctypes.c_void_p),
+        ("own_scale", ctypes.c_void_p),
+        ("channels", ctypes.c_int64),
+        ("n_own", ctypes.c_int64),
+    ]
+
+
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None: not built, of another version, or CACHEGEN_RAG_KERNELS asks for another path.
@@ -65,9 +83,7 @@ def _load(path: Path, instruction_set: int) -> ctypes.CDLL | None:
     lib.cg_encode.argtypes = [p, i64, i64, p, p, p, p, p, p]
     lib.cg_encode.restype = i64
     f32 = ctypes.c_float
-    lib.cg_multiply.argtypes = [p, i64, i64, i64, i64, p, p, p, i64]
-    lib.cg_channels.argtypes = [p, i64, p, i64, i64, p, i64]
-    lib.cg_channels.restype = None
+    lib.cg_components.argtypes = [p, i64, i64, i64, p, p, i64, p, i64, p]
     lib.cg_quantize.argtypes = [p, i64, i64, p, p, i64, f32, f32, p, p, p, p, p, i64]
     lib.cg_quantize.restype = i64
     lib.cg_reconstruct.argtypes = [

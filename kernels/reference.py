@@ -109,6 +109,23 @@ class FixedMatrix:
         return matrix
 
 
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """From the channels of a block to the components that are coded.
+
+    means : float32 ``[channels]`` of each cell, taken off first. cells : per cell ``[channels, joint + own]``. top :
+    ``[cells * joint, active]``, for the joint parts of all cells. weights : float64 ``[channels]`` of each cell and
+    constant : a linear estimate of a token's importance.
+    """
+
+    means: tuple[NDArray[np.float32], ...]
+    cells: tuple[FixedMatrix, ...]
+    joint: int
+    top: FixedMatrix
+    weights: tuple[NDArray[np.float64], ...]
+    constant: float
+
+
 def _exponents(rows: NDArray[np.float64]) -> NDArray[np.int32]:
     """The powers of two that bring each row's norm to 16,000 to 32,000. Raises KernelError if a row has no norm."""
     square = (rows * rows).sum(axis=1)
@@ -290,10 +307,22 @@ def multiply(rows: NDArray[np.float32], matrix: FixedMatrix) -> NDArray[np.float
     return product * np.ldexp(np.float32(1), -exponent)[:, None] * matrix.scale
 
 
-def channels(array: NDArray[Any], mean: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """Write a cell's channels ``[rows, heads, dim]``, less their mean, to ``out``, ``[rows, heads * dim]``."""
-    out[:] = array.reshape(len(array), -1)
-    out -= mean
+def components(arrays: Sequence[NDArray[Any]], forward: Forward) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    """Components float32 ``[rows, coefficients]``, in the order of ``BlockTransform.place``, the last one 0; and the
+    importance of the rows, float64 ``[rows]``.
+
+    arrays : per cell ``[rows, heads, dim]``, fp16 or float32. Raises KernelError as :func:`multiply`.
+    """
+    tops, own, estimate = [], [], np.full(len(arrays[0]), forward.constant)
+    for array, mean, cell, weight in zip(arrays, forward.means, forward.cells, forward.weights, strict=True):
+        with np.errstate(invalid="ignore", over="ignore"):
+            x = array.reshape(len(array), -1).astype(np.float32) - mean
+            estimate += x.astype(np.float64) @ weight
+        y = multiply(x, cell)
+        tops.append(y[:, : forward.joint])
+        own.append(y[:, forward.joint :])
+    joint = multiply(np.concatenate(tops, axis=1), forward.top)
+    return np.concatenate([joint, *own, np.zeros((len(joint), 1), np.float32)], axis=1), estimate
 
 
 def quantize(

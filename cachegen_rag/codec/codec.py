@@ -15,7 +15,7 @@ from cachegen_rag.bitstream import Bitstream, Section
 from cachegen_rag.codec import importance
 from cachegen_rag.codec.entropy import decode_stream, encode_stream, pack_integers, unpack_integers
 from cachegen_rag.codec.profile import Level, Profile
-from cachegen_rag.codec.transform import BlockCoder, Transform, centered
+from cachegen_rag.codec.transform import BlockCoder, Transform, block_rows
 from cachegen_rag.errors import CorruptBitstreamError, EncodeError, UnknownLevelError
 from cachegen_rag.kernels import cpu
 from cachegen_rag.kernels import reference as reference_kernels
@@ -114,11 +114,9 @@ class Codec:
             return sections + self._encode_on(device, kv, level, exact)
         coders = self.coders(level.index)
 
-        def transform(index: int, coder: BlockCoder) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-            channels = centered(coder.block, kv, slow=self._slow)
-            estimate = importance.estimate(self.profile.importance, index, coder.block, channels)
+        def transform(coder: BlockCoder) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
             try:
-                components = coder.components(channels, slow=self._slow)
+                components, estimate = self._kernels.components(block_rows(coder.block, kv), coder.forward)
             except KernelError as error:
                 _check_finite(kv)
                 raise EncodeError(f"the KV cannot be transformed: {error}") from None
@@ -131,7 +129,7 @@ class Codec:
                 return escaped.value, b""
             return escaped.value, encode_stream(symbols, coder.columns, self.models, slow=self._slow)
 
-        parts, estimates = zip(*_encoders().map(transform, range(len(coders)), coders), strict=True)
+        parts, estimates = zip(*_encoders().map(transform, coders), strict=True)
         indices = importance.gain_indices(self.profile.importance, estimates)
         coded = _encoders().map(code, coders, parts, importance.gains(indices))
         for index, (escaped, data) in enumerate(coded):

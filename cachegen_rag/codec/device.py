@@ -272,10 +272,10 @@ def _block_forward(encoder: Any, coder: BlockCoder) -> Any:
     """The forward transform of a block multiplied out: from the channels of its cells to its columns."""
     block, transform = coder.block, coder.transform
     matrices, own_at = [], transform.active
-    for i, matrix in enumerate(fixed.matrix for fixed in coder.forward):
+    for i, matrix in enumerate(fixed.matrix for fixed in coder.forward.cells):
         joint, own = block.joint, matrix.shape[1] - block.joint
         whole = np.zeros((len(matrix), transform.coefficients), np.float32)
-        part = coder.joint_forward.matrix[i * joint : (i + 1) * joint].astype(np.float64)
+        part = coder.forward.top.matrix[i * joint : (i + 1) * joint].astype(np.float64)
         whole[:, : transform.active] = matrix[:, :joint] @ part
         whole[:, own_at : own_at + own] = matrix[:, joint:]
         own_at += own

@@ -84,15 +84,17 @@ def decode_stream(
 
 
 def pack_integers(values: NDArray[np.int32]) -> bytes:
-    """Signed integers as zigzag LEB128."""
-    out = bytearray()
-    for value in values.tolist():
-        rest = value << 1 if value >= 0 else (-value << 1) - 1
-        while rest > 0x7F:
-            out.append(rest & 0x7F | 0x80)
-            rest >>= 7
-        out.append(rest)
-    return bytes(out)
+    """Signed integers, of at most 27 bits, as zigzag LEB128."""
+    wide = values.astype(np.int64)
+    rest = np.where(wide >= 0, wide << 1, (-wide << 1) - 1)
+    length = 1 + sum((rest >> shift > 0).astype(np.int64) for shift in (7, 14, 21))
+    start = np.cumsum(length) - length
+    out = np.zeros(int(length.sum()), np.uint8)
+    for i in range(int(length.max(initial=0))):
+        has = length > i
+        more = np.where(length[has] > i + 1, 0x80, 0)
+        out[start[has] + i] = rest[has] >> 7 * i & 0x7F | more
+    return out.tobytes()
 
 
 def unpack_integers(data: memoryview) -> NDArray[np.int32]:

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.codec.entropy import frequencies
-from cachegen_rag.codec.importance import estimate, gain_indices, gains
+from cachegen_rag.codec.importance import gain_indices, gains
 from cachegen_rag.codec.profile import CLASSES, Block, Cell, Importance, Level, Profile
 from cachegen_rag.codec.quantize import thresholds
-from cachegen_rag.codec.transform import BlockCoder, Transform, centered
+from cachegen_rag.codec.transform import BlockCoder, Transform, block_rows
 from cachegen_rag.kernels import cpu
 from cachegen_rag.kernels.reference import CONTEXTS, ESCAPE, Escapes, context
 from cachegen_rag.kv import KV, KVShape
@@ -183,15 +183,14 @@ def quantized(
 ) -> Iterator[tuple[BlockCoder, NDArray[np.float32], NDArray[np.float32], NDArray[np.int8], Escapes]]:
     """Per block and sample: how it is coded, its columns in steps, what a token's coefficients are to be multiplied
     with when decoding, and the symbols and escapes."""
-    found = [
-        gains(gain_indices(profile.importance, [
-            estimate(profile.importance, i, block, centered(block, kv)) for i, block in enumerate(profile.blocks)
-        ]))
-        for kv in samples
-    ]  # fmt: skip
-    for index, coder in enumerate(Transform(profile).coders(step)):
+    coders = Transform(profile).coders(step)
+    found = []
+    for kv in samples:
+        estimates = [cpu.components(block_rows(coder.block, kv), coder.forward)[1] for coder in coders]
+        found.append(gains(gain_indices(profile.importance, estimates)))
+    for index, coder in enumerate(coders):
         for kv, gain in zip(samples, found, strict=True):
-            components = coder.components(centered(coder.block, kv))
+            components, _ = cpu.components(block_rows(coder.block, kv), coder.forward)
             symbols, escapes = cpu.quantize(components, gain[index], coder.quantizer)
             size = components[:, coder.quantizer.order] * gain[index][:, None] * np.float32(coder.quantizer.per_step)
             yield coder, size, 1 / gain[index], symbols, escapes

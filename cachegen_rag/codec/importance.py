@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.codec.profile import Block, Importance
-from cachegen_rag.codec.transform import centered
+from cachegen_rag.codec.transform import block_rows
 from cachegen_rag.errors import CorruptBitstreamError
 from cachegen_rag.kv import KV
 
@@ -52,7 +52,7 @@ def fit(blocks: Sequence[Block], samples: Sequence[KV], received: Sequence[NDArr
     for block in blocks:
         layers = sorted({cell.layer for cell in block.cells})
         target = np.concatenate([_detrended(np.log2(a[layers].mean(0) + 1e-9)) for a in received])
-        x = np.concatenate([centered(block, kv) for kv in samples]) + np.concatenate([c.mean for c in block.cells])
+        x = np.concatenate([_channels(block, kv) for kv in samples])
         mean, spread = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64) + 1e-6
         x = ((x - mean) / spread).astype(np.float32)
         gram = (x.T @ x).astype(np.float64)
@@ -74,24 +74,16 @@ def _detrended(log_attention: NDArray[np.float32]) -> NDArray[np.float64]:
     return detrended
 
 
-def estimate(importance: Importance, index: int, block: Block, channels: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Block ``index``'s own idea of its tokens' importance: float32 ``[tokens]``.
-
-    channels : as of :func:`cachegen_rag.codec.transform.centered`.
-    """
-    weights = importance.channels[index]
-    constant = weights[-1] + weights[:-1] @ np.concatenate([cell.mean for cell in block.cells])
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are refused when sizes are checked
-        found: NDArray[np.float32] = channels @ weights[:-1] + constant
-    return found
+def _channels(block: Block, kv: KV) -> NDArray[np.float32]:
+    """The channels of a block, cell by cell: float32 ``[tokens, channels]``."""
+    return np.concatenate([a.reshape(len(kv), -1) for a in block_rows(block, kv)], axis=1).astype(np.float32)
 
 
-def gain_indices(importance: Importance, estimates: Sequence[NDArray[np.float32]]) -> NDArray[np.uint8]:
+def gain_indices(importance: Importance, estimates: Sequence[NDArray[np.float64]]) -> NDArray[np.uint8]:
     """Gain indices ``[blocks, tokens]``, 0 to 15, of all blocks' estimates: ``2 ** ((index - 8) / 2)`` is the gain."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        octaves = np.clip(np.nan_to_num(np.stack(estimates, axis=1) @ importance.combine), -4, 3.5)
-    index: NDArray[np.uint8] = (np.rint(2 * octaves) + NEUTRAL).astype(np.uint8).T
-    return np.ascontiguousarray(index)
+    combined = np.einsum("bt,bc->ct", np.stack(estimates), importance.combine)  # not BLAS: its threads spin on
+    index: NDArray[np.uint8] = (np.rint(2 * np.clip(combined, -4, 3.5)) + NEUTRAL).astype(np.uint8)
+    return index
 
 
 def gains(indices: NDArray[np.uint8]) -> NDArray[np.float32]:

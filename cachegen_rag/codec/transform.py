@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cachegen_rag.codec.profile import CLASS_OF_ONE_STEP, CLASSES, Block, Profile
 from cachegen_rag.errors import ProfileError
-from cachegen_rag.kernels import cpu, reference
 from cachegen_rag.kernels.reference import (
     CONTEXTS,
     GROUP,
@@ -25,6 +25,7 @@ from cachegen_rag.kernels.reference import (
     CellTransform,
     Columns,
     FixedMatrix,
+    Forward,
     Quantizer,
 )
 from cachegen_rag.kv import KV
@@ -34,8 +35,7 @@ from cachegen_rag.kv import KV
 class BlockCoder:
     """A block of a profile at one step size, ready to use: ``columns`` of symbols and the way back to channels.
 
-    classes : the symbol model class of every column. forward : from a cell's channels, without their mean, to the
-    coefficients that are coded, ``[channels, joint + own]``; joint_forward : the joint part's.
+    classes : the symbol model class of every column.
     """
 
     block: Block
@@ -43,37 +43,13 @@ class BlockCoder:
     columns: Columns
     quantizer: Quantizer
     transform: BlockTransform
-    forward: tuple[FixedMatrix, ...]
-    joint_forward: FixedMatrix
+    forward: Forward
     step: float
 
-    def components(self, channels: NDArray[np.float32], *, slow: bool = False) -> NDArray[np.float32]:
-        """The coefficients to be coded, float32 ``[tokens, coefficients]``, in the order of ``transform.place``.
 
-        channels : as of :func:`centered`. Raises KernelError if they are not finite.
-        """
-        multiply = (reference if slow else cpu).multiply
-        n, joint, at, start = len(channels), self.block.joint, self.transform.active, 0
-        out = np.empty((n, self.transform.coefficients), np.float32)
-        out[:, -1] = 0
-        top = np.empty((n, len(self.block.cells) * joint), np.float32)
-        for i, (cell, matrix) in enumerate(zip(self.block.cells, self.forward, strict=True)):
-            y = multiply(channels[:, start : start + cell.channels], matrix)
-            top[:, i * joint : (i + 1) * joint] = y[:, :joint]
-            out[:, at : at + y.shape[1] - joint] = y[:, joint:]
-            at, start = at + y.shape[1] - joint, start + cell.channels
-        out[:, : self.transform.active] = multiply(top, self.joint_forward)
-        return out
-
-
-def centered(block: Block, kv: KV, *, slow: bool = False) -> NDArray[np.float32]:
-    """The channels of a block, cell by cell, without their means: float32 ``[tokens, channels]``."""
-    out, at = np.empty((len(kv), block.components), np.float32), 0
-    for c in block.cells:
-        source = (kv.values if c.is_value else kv.keys)[c.layer, :, c.head : c.head + c.heads]
-        (reference if slow else cpu).channels(source, c.mean, out[:, at : at + c.channels])
-        at += c.channels
-    return out
+def block_rows(block: Block, kv: KV) -> list[NDArray[Any]]:
+    """Per cell of a block its rows ``[tokens, heads, dim]``, views of the KV."""
+    return [(kv.values if c.is_value else kv.keys)[c.layer, :, c.head : c.head + c.heads] for c in block.cells]
 
 
 class Transform:
@@ -156,14 +132,21 @@ class Transform:
             np.ascontiguousarray(context[:, 1]),
         )
         joint_inverse, inverses = self._forward[index]
-        forward = [FixedMatrix.of(m[:, : block.joint + n]) for m, n in zip(inverses, taken[1:], strict=True)]
+        weights = profile.importance.channels[index].astype(np.float64)
+        cuts = np.cumsum([c.channels for c in block.cells])
+        parts = np.split(weights[:-1], cuts[:-1])
+        forward = Forward(
+            tuple(np.ascontiguousarray(c.mean, np.float32) for c in block.cells),
+            tuple(FixedMatrix.of(m[:, : block.joint + n]) for m, n in zip(inverses, taken[1:], strict=True)),
+            block.joint,
+            FixedMatrix.of(joint_inverse[:, : taken[0]]),
+            tuple(parts),
+            float(weights[-1] + sum(part @ c.mean for part, c in zip(parts, block.cells, strict=True))),
+        )
         quantizer = Quantizer(
             transform.place,
             float(np.float32(1 / size)),
             np.ascontiguousarray(profile.threshold[column_class], np.float32),
             self._reach[column_class],
         )
-        joint_forward = FixedMatrix.of(joint_inverse[:, : taken[0]])
-        return BlockCoder(
-            block, column_class, columns, quantizer, transform, tuple(forward), joint_forward, float(size)
-        )
+        return BlockCoder(block, column_class, columns, quantizer, transform, forward, float(size))

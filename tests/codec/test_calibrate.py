@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from cachegen_rag.codec import Codec, fit, importance
 from cachegen_rag.codec import calibrate as calibration
 from cachegen_rag.codec.calibrate import calibrate
 from cachegen_rag.codec.profile import Importance, Profile
-from cachegen_rag.codec.transform import centered
+from cachegen_rag.codec.transform import Transform, block_rows
 from cachegen_rag.errors import ConfigError, CorruptBitstreamError, ModelError
+from cachegen_rag.kernels import cpu
 from cachegen_rag.kv import KV, KVShape
 from cachegen_rag.models.llama_cpp import LlamaCppModel
 
@@ -140,7 +142,8 @@ def test_importance_is_learned_and_gives_gains() -> None:
     held_out = correlated(WIDE, 200, 50)
 
     def gain_indices(learned: Importance) -> NDArray[np.uint8]:
-        estimates = [importance.estimate(learned, i, b, centered(b, held_out)) for i, b in enumerate(blocks)]
+        coders = Transform(replace(fit.draft(WIDE, bytes(32), 0, blocks), importance=learned)).coders(0)
+        estimates = [cpu.components(block_rows(c.block, held_out), c.forward)[1] for c in coders]
         return importance.gain_indices(learned, estimates)
 
     indices = gain_indices(learned)
