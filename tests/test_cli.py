@@ -39,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Path:
     (folder / "docs").mkdir()
     (folder / "docs" / "guide.md").write_text(GUIDE)
     (folder / "sample.txt").write_text("\n\n".join(f"{n}. {part}" for n in range(9) for part in GUIDE.split("\n\n")))
-    options = ["-o", str(folder / "tiny.profile"), "-m", str(tiny_gguf), "--threads", "1", "--json"]
+    options = ["-o", str(folder / "tiny.profile"), "-m", str(tiny_gguf), "--threads", "1", "--no-gate", "--json"]
     done = CliRunner().invoke(app, ["calibrate", str(folder / "sample.txt"), *options])
     assert done.exit_code == 0, done.output
     (folder / "settings.yaml").write_text(

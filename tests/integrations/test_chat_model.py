@@ -241,7 +241,7 @@ def test_a_tool_call_that_was_cut_off_is_not_to_be_run(tiny_llm: Any) -> None:
     llm = tiny_llm.bind_tools([Pair], tool_choice="any")
     whole = llm.invoke("go", max_tokens=200)
     begun = 0
-    for limit in range(1, whole.usage_metadata["output_tokens"]):
+    for limit in range(1, whole.usage_metadata["output_tokens"], 3):
         total = merged(list(llm.stream("go", max_tokens=limit)))
         if total.tool_calls:  # only the brackets around it were cut off
             assert total.tool_calls[0]["args"] == whole.tool_calls[0]["args"]
@@ -249,7 +249,7 @@ def test_a_tool_call_that_was_cut_off_is_not_to_be_run(tiny_llm: Any) -> None:
         assert not llm.invoke("go", max_tokens=limit).tool_calls
         assert total.response_metadata["finish_reason"] == "length"
         begun += bool(total.invalid_tool_calls)
-    assert begun > 3
+    assert begun > 1
 
 
 def test_a_grammar_of_ones_own(tiny_llm: Any) -> None:
