@@ -831,26 +831,83 @@ __attribute__((target("avx2,fma"))) static void add_terms_avx2(const Term *term,
   for (int j = 0; j < TILE / 8; j++) _mm256_storeu_ps(out + 8 * j, sum[j]);
 }
 
-__attribute__((target("avx512f"))) static void add_terms_avx512(const Term *term, int64_t n, const int8_t *tile,
-                                                                const float *init, float *out) {
-  __m512 sum[TILE / 16];
-  for (int j = 0; j < TILE / 16; j++) sum[j] = _mm512_loadu_ps(init + 16 * j);
+/* Two terms in fixed point: sums of int16 times int8 in 32 bits are exact, and take half of float32's instructions. */
+typedef struct {
+  int32_t at[2];
+  int16_t value[2];
+  float unit; /* of the values of this list */
+} Pair;
+
+/* A list of terms in pairs. Values are scaled so that neither they nor their sums overflow. */
+__attribute__((target("avx512f,avx512bw,avx512vl"))) static void pair_terms(const Term *term, int64_t n, Pair *pair) {
+  float most = 0, all = 0;
   for (int64_t i = 0; i < n; i++) {
-    const int8_t *row = tile + term[i].at;
-    __m512 v = _mm512_set1_ps(term[i].value);
-    for (int j = 0; j < TILE / 16; j++) {
-      __m512i b = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(row + 16 * j)));
-      sum[j] = _mm512_fmadd_ps(v, _mm512_cvtepi32_ps(b), sum[j]);
-    }
+    float size = fabsf(term[i].value);
+    most = size > most ? size : most;
+    all += size;
   }
-  for (int j = 0; j < TILE / 16; j++) _mm512_storeu_ps(out + 16 * j, sum[j]);
+  float unit = most / 32767.0f, other = all * (128.0f / 2.1e9f);
+  unit = other > unit ? other : unit;
+  float per_unit = unit > 0 ? 1 / unit : 0;
+  for (int64_t i = 0; i < n; i += 2) {
+    const Term *second = term + (i + 1 < n ? i + 1 : i);
+    int32_t low = _mm_cvtss_si32(_mm_set_ss(term[i].value * per_unit));
+    int32_t high = i + 1 < n ? _mm_cvtss_si32(_mm_set_ss(second->value * per_unit)) : 0;
+    pair[i / 2] = (Pair){{term[i].at, second->at}, {(int16_t)low, (int16_t)high}, unit};
+  }
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))) static void add_pairs_avx512(
+    const Pair *pair, int64_t n, const int8_t *tile, const float *init, float *out) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  const __m512i zero = _mm512_setzero_si512();
+  __m512i low0 = zero, high0 = zero, low1 = zero, high1 = zero; /* columns 8 i to 8 i + 3, and 8 i + 4 to 8 i + 7 */
+  for (int64_t i = 0; i < n; i++) {
+    const int8_t *a = tile + pair[i].at[0], *b = tile + pair[i].at[1];
+    __m512i v = _mm512_set1_epi32(pair_at(pair[i].value));
+    __m512i a0 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)a));
+    __m512i b0 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)b));
+    __m512i a1 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(a + 32)));
+    __m512i b1 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(b + 32)));
+    add_pairs(&low0, v, _mm512_unpacklo_epi16(a0, b0));
+    add_pairs(&high0, v, _mm512_unpackhi_epi16(a0, b0));
+    add_pairs(&low1, v, _mm512_unpacklo_epi16(a1, b1));
+    add_pairs(&high1, v, _mm512_unpackhi_epi16(a1, b1));
+  }
+  __m512 unit = _mm512_set1_ps(n ? pair->unit : 0);
+  const __m512i sums[4] = {
+      _mm512_permutex2var_epi32(low0, first, high0), _mm512_permutex2var_epi32(low0, second, high0),
+      _mm512_permutex2var_epi32(low1, first, high1), _mm512_permutex2var_epi32(low1, second, high1)};
+  for (int j = 0; j < 4; j++)
+    _mm512_storeu_ps(out + 16 * j, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[j]), unit, _mm512_loadu_ps(init + 16 * j)));
 }
 #endif
 
-static inline void add_terms(const Term *term, int64_t n, const int8_t *tile, const float *init, float *out) {
+/* The terms of the tokens of a block, in lists: one for the joint part and one for each cell, of every token. */
+typedef struct {
+  int64_t parts;       /* lists a token, the last one for padding columns */
+  int32_t *base, *end; /* [parts]: where a part's list begins, [BLOCK][parts]: and ends, in a token's terms */
+  int64_t room;        /* terms of a token */
+  Term *term;          /* [BLOCK][room] */
+#if CG_X86
+  Pair *pair; /* the same in pairs, for AVX-512; a list has one more than half as many */
+#endif
+} Terms;
+
+#if CG_X86
+static inline Pair *pairs_of(const Terms *terms, int64_t token, int64_t part) {
+  return terms->pair + token * (terms->room / 2 + terms->parts) + terms->base[part] / 2 + part;
+}
+#endif
+
+static inline void add_terms(const Terms *terms, int64_t token, int64_t part, const int8_t *tile, const float *init,
+                             float *out) {
+  const Term *term = terms->term + token * terms->room + terms->base[part];
+  int64_t n = terms->end[token * terms->parts + part] - terms->base[part];
 #if CG_X86
   if (isa == 2) {
-    add_terms_avx512(term, n, tile, init, out);
+    add_pairs_avx512(pairs_of(terms, token, part), (n + 1) / 2, tile, init, out);
     return;
   }
   if (isa == 1) {
@@ -997,26 +1054,37 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
     if (cells[i].dim > longest) longest = cells[i].dim;
     if (cells[i].rotary > 2 * pairs) pairs = cells[i].rotary / 2;
   }
-  int32_t *base = calloc((size_t)parts, sizeof *base), *end = malloc((size_t)(BLOCK * parts) * sizeof *end);
-  Term *term = malloc((size_t)(BLOCK * columns + 1) * sizeof *term); /* a column has one place: columns are enough */
+  Terms terms = {.parts = parts, .room = columns}; /* a column has one place: columns are enough */
+  terms.base = calloc((size_t)parts, sizeof *terms.base);
+  terms.end = malloc((size_t)(BLOCK * parts) * sizeof *terms.end);
+  terms.term = malloc((size_t)(BLOCK * columns + 1) * sizeof *terms.term);
+  int ready = terms.base && terms.end && terms.term;
+#if CG_X86
+  terms.pair = isa == 2 ? malloc((size_t)(BLOCK * (columns / 2 + parts)) * sizeof *terms.pair) : NULL;
+  ready = ready && (isa != 2 || terms.pair);
+#endif
   float *zeros = calloc(TILE, 4), back[BLOCK];
   int16_t *fixed = calloc((size_t)(BLOCK * (joint + 1)) + 1, sizeof *fixed);
   float *y = calloc((size_t)(BLOCK * joint_width) + 1, 4);
   float *x = calloc((size_t)(BLOCK * widest) + 1, 4);
   float *turn = malloc((size_t)(2 * BLOCK * pairs) * 4 + 4), *cross = malloc((size_t)(2 * BLOCK * pairs) * 4 + 4);
   float *turned = malloc((size_t)longest * 4 + 4), *split = malloc((size_t)longest * 4 + 4);
-  int result = base && end && term && zeros && fixed && y && x && turn && cross && turned && split ? CG_OK : CG_MEMORY;
+  int result = ready && zeros && fixed && y && x && turn && cross && turned && split ? CG_OK : CG_MEMORY;
   if (result == CG_OK) {
-    base[1] = (int32_t)active;
-    for (int64_t i = 0; i < n_cells; i++) base[i + 2] = base[i + 1] + (int32_t)cells[i].own;
+    terms.base[1] = (int32_t)active;
+    for (int64_t i = 0; i < n_cells; i++) terms.base[i + 2] = terms.base[i + 1] + (int32_t)cells[i].own;
   }
   int64_t e = 0;
   for (int64_t first = 0; result == CG_OK && first < rows; first += BLOCK) {
     int64_t n = rows - first < BLOCK ? rows - first : BLOCK;
     for (int64_t t = 0; t < n; t++) {
-      memcpy(end + t * parts, base, (size_t)parts * sizeof *base);
+      int32_t *end = memcpy(terms.end + t * parts, terms.base, (size_t)parts * sizeof *end);
       e += list_terms(symbols + (first + t) * columns, column, columns, (first + t) * columns, escape_at + e,
-                      escape_value + e, escapes - e, gain[first + t], term + t * columns, end + t * parts);
+                      escape_value + e, escapes - e, gain[first + t], terms.term + t * columns, end);
+#if CG_X86
+      for (int64_t i = 0; isa == 2 && i <= n_cells; i++)
+        pair_terms(terms.term + t * columns + terms.base[i], end[i] - terms.base[i], pairs_of(&terms, t, i));
+#endif
     }
     for (int64_t i = 0; i < n * pairs; i++) {
       turn[2 * i] = turn[2 * i + 1] = cosine[first * pairs + i];
@@ -1025,7 +1093,7 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
     }
     for (int64_t j = 0; j < joint_width; j += TILE)
       for (int64_t t = 0; t < n; t++)
-        add_terms(term + t * columns, end[t * parts], joint_basis + j * active, zeros, y + t * joint_width + j);
+        add_terms(&terms, t, 0, joint_basis + j * active, zeros, y + t * joint_width + j);
     for (int64_t i = 0; i < n_cells; i++) {
       const Cell *cell = cells + i;
       Fixed head = {cell->head, cell->scale, joint, cell->width};
@@ -1034,8 +1102,7 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
       product(fixed, back, n, &head, cell->mean, x, cell->width);
       for (int64_t j = 0; cell->own && j < cell->width; j += TILE)
         for (int64_t t = 0; t < n; t++)
-          add_terms(term + t * columns + base[i + 1], end[t * parts + i + 1] - base[i + 1],
-                    cell->tail + j * cell->own, x + t * cell->width + j, x + t * cell->width + j);
+          add_terms(&terms, t, i + 1, cell->tail + j * cell->own, x + t * cell->width + j, x + t * cell->width + j);
       for (int64_t t = 0; t < n; t++)
         for (int64_t h = 0; h < cell->heads; h++) {
           const float *v = x + t * cell->width + h * cell->dim;
@@ -1057,9 +1124,12 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
         }
     }
   }
-  free(base);
-  free(end);
-  free(term);
+  free(terms.base);
+  free(terms.end);
+  free(terms.term);
+#if CG_X86
+  free(terms.pair);
+#endif
   free(zeros);
   free(fixed);
   free(y);
