@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CG_ABI 3
+#define CG_ABI 4
 #define LANES 32           /* rANS states of a stream; column c belongs to lane c % 32 */
 #define GROUP 32           /* columns of symbols are padded to a multiple of this */
 #define PROB_BITS 12       /* frequencies of a symbol model sum to 4096 */

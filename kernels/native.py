@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-ABI = 3
+ABI = 4
 _INSTRUCTION_SETS = {"portable": 0, "avx2": 1, "avx512": 2}
 
 
