@@ -83,15 +83,12 @@ class CallStream:
     def push(self, text: str) -> Iterator[dict[str, Any]]:
         """What ``text`` adds to each call: its name and id the first time (None then on), arguments, index."""
         self._rest += text
-        while self._closers or (head := _HEAD.search(self._rest)):
-            if self._closers:
-                yield self._more(self._arguments())
-            else:
-                self._rest = self._rest[head.end() :]
-                self.calls += 1
-                yield {**self._more(self._arguments()), "name": json.loads(head[1]), "id": _call_id()}
-            if self._closers:
-                return
+        if self._closers:
+            yield self._more(self._arguments())
+        while not self._closers and (head := _HEAD.search(self._rest)) is not None:
+            self._rest = self._rest[head.end() :]
+            self.calls += 1
+            yield {**self._more(self._arguments()), "name": json.loads(head[1]), "id": _call_id()}
 
     def finish(self) -> Iterator[dict[str, Any]]:
         """The answer has ended. A call that has not gets a bracket that closes nothing: nobody may run it."""
