@@ -6,6 +6,9 @@ documents. Each answer must be the one that some complete path gives without fau
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
 import random
 import threading
@@ -44,8 +47,8 @@ def run(
     documents : in the store. fault_share : of the server's answers that go wrong. profile : the codec's.
 
     summary: requests, wrong_answers (0), errors (0), spliced, computed, faults (by kind), leaked_threads,
-    leaked_descriptors, leaked_transfers, memory_growth_mb (between the first quarter's end and the end),
-    ttft_ms_median, plain_ttft_ms_median.
+    leaked_descriptors, leaked_transfers, memory_growth_mb (between the first quarter's end and the end), memory_mb (at
+    the end of each quarter, what the allocator keeps given back), ttft_ms_median, plain_ttft_ms_median.
     """
     engine = model if model is not None and not isinstance(model, str | Path) else _engine(model)
     chosen, count, wrong, errors = random.Random(seed), Counter[str](), [0], list[str]()
@@ -103,7 +106,8 @@ def run(
             return _resources()
 
         server.fault, server.link = fault, Link(rate=5e6)
-        quarter, after = work(seconds / 4), work(0.75 * seconds)
+        quarters = [work(seconds / 4) for _ in range(4)]
+        quarter, after = quarters[0], quarters[-1]
         loader = cache._loader
         leaked = loader.bytes_in_flight() + len(loader.flying) if loader is not None else 0
         server.fault = None
@@ -122,6 +126,7 @@ def run(
         "leaked_descriptors": after["descriptors"] - quarter["descriptors"],
         "leaked_transfers": leaked,
         "memory_growth_mb": after["rss_mb"] - quarter["rss_mb"],
+        "memory_mb": [one["rss_mb"] for one in quarters],
         "ttft_ms_median": quartiles(ttft)["median"] if ttft else None,
         "plain_ttft_ms_median": quartiles(plain)["median"],
     }
@@ -149,6 +154,9 @@ def _document(engine: KVModel, number: int) -> str:
 
 def _resources() -> dict[str, float]:
     """Threads, file descriptors and resident memory of this process now."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
     rss = 0.0
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:

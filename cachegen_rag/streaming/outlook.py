@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Status = Literal["waiting", "fetching", "arrived", "decoding", "ready", "failed"]
 
+DECODE = 1e-4
+"""Seconds a token that decoding is assumed to take until it was measured."""
 PATIENCE = 1.2
 """The model computes instead of waiting if the chunk is expected later than this many times what that takes."""
 NOTICEABLE = 0.025
@@ -58,7 +60,7 @@ class Outlook:
                 entry = part.chunk.level(level)
                 self._sizes[row, i] = entry.length
                 self._losses[row, i] = (entry.expected_kl or 0.0) * tokens
-            self._decodes[:, i] = tokens * loader.costs.mean(decode_key(part.codec), 1e-4)
+                self._decodes[row, i] = tokens * self._decode_cost(part.codec, level, self._levels[i])
             gap = text(part.gap, part.start)
             self._text[i] = gap + text(tokens, part.start)
             splice = tokens * loader.costs.mean(f"splice/{loader.model}", 0.0)
@@ -71,18 +73,20 @@ class Outlook:
         """What is left of the request from the part the model is at."""
         a = self._at
         status = self._status[a:]
-        text, splice = self._text[a:].copy(), self._splice[a:].copy()
+        text, splice = self._text[a:].copy(), np.tile(self._splice[a:], (len(self._sizes), 1))
         if self._done and len(text):
             share = 1 - self._done / len(self.parts[a].token_ids)
             text[0] *= share
         decodes, ready = self._decodes[:, a:], np.zeros(len(text))
         for j, state in enumerate(status):
             if state == "failed":
-                splice[j] = text[j]
-            elif state not in ("waiting", "ready"):
+                splice[:, j] = text[j]
+            elif state == "waiting":
+                splice[:, j] += decodes[:, j] * self._shared  # decoding then takes the model's time
+            elif state != "ready":
                 ready[j] = self._network_wait(a + j, now)[0] if self._shared else self._expected(a + j, now)
-        if self._shared:  # then decoding takes the model's time
-            splice += np.where([state in ("failed", "ready") for state in status], 0.0, decodes[0])
+                splice[:, j] += self._decode_seconds(a + j) * self._shared
+        if self._shared:
             decodes = np.zeros_like(decodes)
         return Work(
             self._sizes[:, a:],
@@ -98,6 +102,17 @@ class Outlook:
             link_free,
         )
 
+    def _decode_cost(self, codec: Codec, level: int, levels: Sequence[int]) -> float:
+        """Seconds a token of decoding a level, or the level nearest to it that was measured."""
+        known = {n: self._loader.costs.mean(decode_key(codec, n), 0.0) for n in levels}
+        measured = [n for n, seconds in known.items() if seconds > 0]
+        return known[min(measured, key=lambda n: abs(n - level))] if measured else DECODE
+
+    def _decode_seconds(self, i: int) -> float:
+        """Seconds of decoding part ``i`` at the level it is fetched at."""
+        level, levels = self.outcomes[i].level, self._levels[i]
+        return float(self._decodes[levels.index(level), i]) if level in levels else 0.0
+
     def _expected(self, i: int, now: float) -> float:
         """Seconds until part ``i`` is decoded, as far as one can tell."""
         status = self._status[i]
@@ -105,7 +120,7 @@ class Outlook:
             return 0.0 if status == "ready" else math.inf
         if status == "waiting":
             return sum(self._network_wait(i, now))
-        decode = float(self._decodes[0, i])
+        decode = self._decode_seconds(i)
         if status in ("arrived", "decoding"):
             return decode * max(1, self._status[self._at : i + 1].count("decoding"))
         return max(self._network_wait(i, now)) + decode
@@ -145,12 +160,12 @@ class Outlook:
         stored, text = float(self._decodes[0].sum() + self._splice.sum()), float(self._text.sum())
         if stored < text + NOTICEABLE:
             return None
-        decoders = {decode_key(part.codec) for part in self.parts}
+        decoders = {decode_key(part.codec, part.level) for part in self.parts}
         for name in (f"splice/{self._loader.model}", *decoders):
             self._loader.costs.doubt(name)
         return f"computing is faster here: {text * 1e3:.0f} ms against {stored * 1e3:.0f} ms from the store"
 
 
-def decode_key(codec: Codec) -> str:
-    """The name of what decoding costs: seconds a token while all threads decode. Levels differ too little to matter."""
-    return f"decode/{codec.profile.hash[:16]}"
+def decode_key(codec: Codec, level: int) -> str:
+    """The name of what decoding a level costs: seconds a token, while all threads decode."""
+    return f"decode/{codec.profile.hash[:16]}/{level}"

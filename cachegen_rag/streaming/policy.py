@@ -41,7 +41,8 @@ class Work:
 
     sizes, losses, decode : ``[levels, chunks]``, finest level first: bytes, expected KL summed over the chunk's tokens,
         seconds from the last byte to decoded. A chunk that is not stored at a level has the size MISSING there.
-    text, splice : ``[chunks]``, the model's seconds for a chunk if it is computed, or fetched (its recomputed head).
+    text, splice : ``[chunks]``, the model's seconds for a chunk if it is computed, or fetched (its recomputed head, and
+        decoding where that takes the model's cores); splice may be ``[levels, chunks]``.
     tail : the model's seconds after the last chunk. default : index of the level used without a target.
     fetched : ``[chunks]``, chunks that have arrived or are on their way; ready : when they are decoded (0: now).
     model_free, link_free : when the model, and the link, can begin something new.
@@ -100,23 +101,24 @@ def finish_times(work: Work, rate: float, round_trip: float = 0.0) -> tuple[Floa
     Also the unfetched chunks' indices; ``k`` goes from 0 to their number.
     """
     todo = (~work.fetched).nonzero()[0]
-    count = len(todo)
-    suffix = work.splice[::-1].cumsum()[::-1]  # the model's cost from a chunk on, if all is fetched
-    extra = np.zeros(count + 1)  # the model's additional cost for computing the first k
-    (work.text - work.splice)[todo].cumsum(out=extra[1:])
-    model = extra + (work.model_free + (suffix[0] if len(suffix) else 0.0))
+    count, splice = len(todo), np.atleast_2d(work.splice)
+    suffix = splice[:, ::-1].cumsum(axis=1)[:, ::-1]  # the model's cost from a chunk on, if all is fetched
+    extra = np.zeros((len(splice), count + 1))  # the model's additional cost for computing the first k
+    (work.text - splice)[:, todo].cumsum(axis=1, out=extra[:, 1:])
+    model = extra + (work.model_free + (suffix[:, :1] if suffix.size else 0.0))
     for i in (work.fetched & (work.ready > work.model_free)).nonzero()[0]:
-        later = extra - extra[todo.searchsorted(i)]  # computed chunks behind i wait for it too
-        np.maximum(model, work.ready[i] + suffix[i] + np.maximum(later, 0.0), out=model)
+        at = todo.searchsorted(i)
+        later = extra - extra[:, at : at + 1]  # computed chunks behind i wait for it too
+        np.maximum(model, work.ready[i] + suffix[:, i : i + 1] + np.maximum(later, 0.0), out=model)
     times = np.empty((len(work.sizes), count + 1))
     if count:
         seconds = np.zeros((len(work.sizes), count + 1))
         (work.sizes[:, todo] / rate).cumsum(axis=1, out=seconds[:, 1:])
-        done = seconds[:, 1:] + work.decode[:, todo] + suffix[todo]
+        done = seconds[:, 1:] + work.decode[:, todo] + suffix[:, todo]
         latest = np.maximum.accumulate(done[:, ::-1], axis=1)[:, ::-1]
         latest += max(work.link_free, 0.0) + round_trip
-        np.maximum(latest - seconds[:, :count], model[:count], out=times[:, :count])
-    times[:, count] = model[count]
+        np.maximum(latest - seconds[:, :count], model[:, :count], out=times[:, :count])
+    times[:, count] = model[:, count]
     times += work.tail
     return times, todo
 

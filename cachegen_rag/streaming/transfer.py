@@ -331,7 +331,9 @@ class Transfer(Outlook):
             stop, beside = time.monotonic(), (beside + self._decoding()) / 2
             outcome.decode_ms = (stop - began) * 1e3
             self._event("decode", i, began, stop, outcome.level)
-            self._loader.costs.record(decode_key(part.codec), (stop - began) / beside / len(part.token_ids))
+            self._loader.costs.record(
+                decode_key(part.codec, outcome.level), (stop - began) / beside / len(part.token_ids)
+            )
         except LookupError as error:
             reason = str(error)
         except (BitstreamError, StoreError, CodecError) as error:
