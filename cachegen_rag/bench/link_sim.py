@@ -72,7 +72,7 @@ class _Request:
         self.flight: tuple[int, float, float, float] | None = None  # chunk, start, end, bytes
         self.compute = 0
         self.bytes = 0.0
-        self.seen = 0.0
+        self.seen, self.link_mark = 0.0, 0.0
 
     def observe(self, now: float) -> None:
         """What the client has seen of the transfer under way until ``now``."""

@@ -159,8 +159,9 @@ def simulation(sets: dict[str, list[np.ndarray]]) -> list[dict[str, Any]]:
                     if target > work.text.sum() + work.tail:
                         continue  # text meets it, and nothing is lost
                     least = optimum(work, trace, target=target, grid=200)
-                    rules = [("CacheGen's rule", reserve, CacheGenRule(reserve)) for reserve in RESERVES]
-                    for name, reserve, policy in (*rules, ("ours", None, Planner())):
+                    tried: list[tuple[str, float | None, Policy]]
+                    tried = [("CacheGen's rule", reserve, CacheGenRule(reserve)) for reserve in RESERVES]
+                    for name, reserve, policy in (*tried, ("ours", None, Planner())):
                         got = simulate(work, trace, policy, target=target, prior=rate)
                         row = {"policy": name, "reserve": reserve, "target_s": target, "slack": slack}
                         row |= {"ttft_s": got.ttft}
@@ -248,6 +249,7 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 7))
     lanes = {"fetch": 2, "decode": 1, "splice": 0, "compute": 0}
@@ -260,8 +262,7 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
     top.set_yticks([0, 1, 2], ["model: splice, compute", "decode", "network"])
     top.set_xlabel("seconds since the request; numbers are chunks")
     top.set_title("One request at the bandwidth where fetching and computing take equally long")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    top.legend(handles, colours, loc="upper right", fontsize=8)
+    top.legend(handles=[Patch(color=colour, label=what) for what, colour in colours.items()], fontsize=8)
     for kind, name in (("text", "text"), ("level", "default level"), ("ours", "ours")):
         points: dict[float, list[float]] = {}
         for row in result["rows"]:

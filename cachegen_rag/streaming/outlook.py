@@ -42,6 +42,8 @@ class Outlook:
         self._shared = False  # decoding and the engine use the same cores
         self._at = 0  # the part the model is at
         self._done = 0  # tokens of it that are computed
+        slowest = loader.text.seconds(sum(len(p.token_ids) for p in parts), 0)
+        self.priority = due if due is not None else self.began + slowest  # among what waits for the link
         self._lay_out(prefix, tail)
 
     def _lay_out(self, prefix: int, tail: int) -> None:

@@ -61,8 +61,6 @@ class Transfer(Outlook):
             for i in range(count):
                 if not self._levels[i]:
                     self._fail(i, f"level {self.parts[i].level} is not stored")
-        slowest = loader.text.seconds(sum(len(p.token_ids) for p in self.parts), 0)
-        self.priority = due if due is not None else self.began + slowest
 
     # ---- what the session's owner calls ----
 
@@ -328,11 +326,11 @@ class Transfer(Outlook):
             beside = self._decoding()
             segment.verify(data)
             part.codec.decode_into(data, target, token_ids=part.token_ids)
-            stop, beside = time.monotonic(), (beside + self._decoding()) / 2
+            stop, side_by_side = time.monotonic(), (beside + self._decoding()) / 2
             outcome.decode_ms = (stop - began) * 1e3
             self._event("decode", i, began, stop, outcome.level)
             self._loader.costs.record(
-                decode_key(part.codec, outcome.level), (stop - began) / beside / len(part.token_ids)
+                decode_key(part.codec, outcome.level), (stop - began) / side_by_side / len(part.token_ids)
             )
         except LookupError as error:
             reason = str(error)
