@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 SYSTEM = "You answer questions from the documents that are given, in one or two sentences."
 LINE_SECONDS = 15.0
 """How often progress is told where a bar cannot be drawn."""
-DEMO_QUESTION = "What does KVCache.prefill do with documents?"
+DEMO_QUESTION = "How many GiB does the store hold at most?"
+"""A question that the small model can answer: it is asked for one fact. Two passages keep it from losing its way."""
 
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens of the answer at most.")]
 Passages = Annotated[int, typer.Option("-k", "--passages", min=1, help="Passages to answer from.")]
@@ -205,8 +206,8 @@ def print_segments(record: RequestRecord) -> None:
 @command()
 def demo(
     question: Annotated[str, typer.Argument(help="A question about this project.")] = DEMO_QUESTION,
-    passages: Passages = 4,
-    max_tokens: MaxTokens = 96,
+    passages: Passages = 2,
+    max_tokens: MaxTokens = 16,
     model: ModelFile = None,
     store: StoreUrl = None,
     profile: ProfileFile = None,
@@ -224,7 +225,7 @@ def demo(
     found = Retriever(corpus).search(question, passages)
     if not found:
         raise ConfigError(f"no word of {question!r} occurs in the documentation: ask something about this project")
-    sampling = Sampling(max_tokens=max_tokens)
+    sampling = Sampling(max_tokens=max_tokens, stop=("\n",))
     cache = open_cache(settings)
     try:
         if not as_json:
