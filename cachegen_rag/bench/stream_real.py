@@ -39,6 +39,8 @@ HOPELESS = 2.0
 """A level whose bytes alone take this many times as long as computing is fetched once at most, and no finer one is."""
 SOONEST = 1e-3
 """Seconds to the first token that nobody can keep: asks for the earliest at any level."""
+DISTURBED, RETRIES = 0.15, 6
+"""Cores that other processes may take during a request before it is asked again, and how often it is asked at most."""
 OVERLAP_RATES = (5.0, 20.0, 100.0)
 
 
@@ -199,7 +201,19 @@ class _Bench:
             library.codec.decode(self.server.objects[f"/cas/{chunk.level(level).segments[0].sha256}"])
 
     def ask(self, mode: str, mbit: float | None, level: int | None = None) -> dict[str, Any]:
-        """One request; its row."""
+        """One request; its row. It is asked again if other processes took the machine's time meanwhile."""
+        for _ in range(RETRIES):
+            began, others = time.monotonic(), _others_cpu()
+            row = self._ask(mode, mbit, level)
+            row["others_cpu"] = (_others_cpu() - others) / (time.monotonic() - began)
+            _say(f"{mode} {'' if level is None else level} at {mbit or 'unshaped'} Mbit/s: {row['ttft_ms']:.0f} ms")
+            if row["others_cpu"] < DISTURBED:
+                break
+            _say(f"other processes took {row['others_cpu']:.1f} cores: once more")
+            time.sleep(1.0)
+        return row
+
+    def _ask(self, mode: str, mbit: float | None, level: int | None) -> dict[str, Any]:
         self.link.set(mbit)
         self.asked += 1
         with self.cache(mode, level) as cache:
@@ -224,8 +238,18 @@ class _Bench:
                 work = _covered(transfer.events, "decode") + _covered(transfer.events, "splice")
                 end = max((event.stop for event in transfer.events if event.what == "splice"), default=0.0)
                 row["overlap"] = end / max(part.bytes / (mbit * MBIT), work)
-        _say(f"{mode} {level if level is not None else ''} at {mbit or 'unshaped'} Mbit/s: {record.ttft_ms:.0f} ms")
         return row
+
+
+def _others_cpu() -> float:
+    """Seconds of CPU that other processes have used so far; 0 where the system does not tell."""
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
+    except (OSError, ValueError):
+        return 0.0
+    mine = os.times()
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") - mine.user - mine.system
 
 
 def _covered(events: list[Event], what: str) -> float:

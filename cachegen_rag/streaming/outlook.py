@@ -25,7 +25,9 @@ PATIENCE = 1.2
 NOTICEABLE = 0.025
 """Seconds by which the store must be slower than computing before it is not asked."""
 SLICE_SECONDS, SLICE_TOKENS = 0.1, 64
-"""What the model computes between two looks at the network, the longer of both: shorter calls are inefficient."""
+"""What the model computes between two looks at a silent network, the longer of both."""
+STRETCH_SECONDS = 0.6
+"""What it computes at once of what is to be computed anyway: short calls are inefficient, and plans may change."""
 
 
 class Outlook:
@@ -138,22 +140,28 @@ class Outlook:
         ahead = sum(left for j, left in self._left.items() if j <= i)
         return ahead / rate, max(now - self._progress[i][0] - self._loader.meter.round_trip.seconds(), 0.0)
 
-    def _too_late(self, i: int, done: int, tokens: int, now: float) -> bool:
-        """Whether the model rather computes ``tokens`` of part ``i``, its next, than wait for it.
+    def _rather_compute(self, i: int, done: int, now: float) -> int:
+        """How many tokens of part ``i`` the model rather computes, from ``done`` on, than wait for it; 0: it waits.
 
         It does if the whole part is computed sooner than it is there: half of one saves nothing, and what arrives
-        meanwhile waits for the engine. And it does where nothing comes any more, whatever the link's rate was.
+        meanwhile waits for the engine. And it does, little by little, where nothing comes whatever the link's rate was.
         """
         start, text = self.parts[i].start, self._loader.text
+        piece = self._slice(i, done, SLICE_SECONDS)
+        late = PATIENCE * text.seconds(piece, start + done)
         if self._status[i] in ("arrived", "decoding"):
-            return not self._shared and self._expected(i, now) > PATIENCE * text.seconds(tokens, start + done)
+            return piece if not self._shared and self._expected(i, now) > late else 0
         wait, silent = self._network_wait(i, now)
-        rest = text.seconds(len(self.parts[i].token_ids) - done, start + done)
-        return wait > PATIENCE * rest or silent > PATIENCE * text.seconds(tokens, start + done)
+        if wait > PATIENCE * text.seconds(len(self.parts[i].token_ids) - done, start + done):
+            return self._slice(i, done, STRETCH_SECONDS)
+        return piece if silent > late else 0
 
-    def _slice_tokens(self) -> int:
-        rate = 256 / max(self._loader.text.seconds(256, self.parts[self._at].start), 1e-9)
-        return int(max(SLICE_TOKENS, rate * SLICE_SECONDS))
+    def _slice(self, i: int, done: int, seconds: float) -> int:
+        """Tokens of part ``i``, from ``done`` on, that the model computes in about ``seconds``."""
+        text, start, left = self._loader.text.seconds, self.parts[i].start + done, len(self.parts[i].token_ids) - done
+        if text(left, start) <= seconds:
+            return left
+        return min(left, max(SLICE_TOKENS, int(256 / max(text(256, start), 1e-9) * seconds)))
 
     def _slower_than_computing(self) -> str | None:
         """Why a local store is not worth asking, or None. Only what was measured counts."""

@@ -19,7 +19,7 @@ import numpy as np
 from cachegen_rag.errors import BitstreamError, CodecError, StoreError, StoreUnavailableError
 from cachegen_rag.manifest import Segment
 from cachegen_rag.models.base import KVTarget
-from cachegen_rag.streaming.outlook import Outlook, decode_key
+from cachegen_rag.streaming.outlook import STRETCH_SECONDS, Outlook, decode_key
 from cachegen_rag.streaming.parts import Compute, Event, Part, Ready, levels_of
 from cachegen_rag.streaming.policy import Link
 
@@ -115,9 +115,11 @@ class Transfer(Outlook):
                     continue
                 if self._status[i] == "failed":
                     continue
-                tokens = min(left, self._slice_tokens())
                 planned = self._status[i] == "waiting" and self._plan_compute > 0
-                if planned or (self._loader.fill and self._too_late(i, done, tokens, now)):
+                tokens = self._slice(i, done, STRETCH_SECONDS) if planned else 0
+                if not planned and self._loader.fill:
+                    tokens = self._rather_compute(i, done, now)
+                if tokens:
                     return self._compute(i, done, tokens)
                 self._decode_held()
                 wait = self._expected(i, now)

@@ -79,6 +79,7 @@ def test_real_requests_over_shaped_links(tiny_model, tmp_path, monkeypatch, caps
     profile = synthetic.profile(tiny_model.shape)
     monkeypatch.setattr(stream_real, "LEAST_RATE", 20.0)
     monkeypatch.setattr(stream_real, "HOPELESS", float("inf"))
+    monkeypatch.setattr(stream_real, "RETRIES", 1)
     found = stream_real.measure_links(
         tiny_model, rates=[50, None], tokens=100, repeats=2, threads=1, tc=False, profile=profile
     )
@@ -114,3 +115,16 @@ def test_a_namespace_that_cannot_be_made_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(stream.subprocess, "run", refused)
     with pytest.raises(ConfigError, match=r"ip netns add .* ended with 1; it needs root"):
         stream.run(shaping="tc", simulated=False)
+
+
+def test_a_request_that_others_disturbed_is_asked_again(monkeypatch, capsys):
+    from cachegen_rag.bench import stream_real
+
+    taken = iter([0.0, 100.0, 100.0, 100.0])
+    monkeypatch.setattr(stream_real, "_others_cpu", lambda: next(taken))
+    monkeypatch.setattr(stream_real.time, "sleep", lambda seconds: None)
+    asked = []
+    bench = object.__new__(stream_real._Bench)
+    monkeypatch.setattr(bench, "_ask", lambda *request: asked.append(request) or {"ttft_ms": 1.0}, raising=False)
+    assert bench.ask("text", 5)["others_cpu"] == 0.0
+    assert len(asked) == 2 and "once more" in capsys.readouterr().err
