@@ -232,6 +232,8 @@ class _Bench:
         row["default"] = part.level == self.default
         row |= {"decode_ms": part.decode_ms, "splice_ms": part.splice_ms, "reason": part.reason}
         if transfer is not None:
+            for what in ("fetch", "decode", "compute"):
+                row[f"{what}_s"] = _covered(transfer.events, what)
             if mode == "ours":
                 self.events = transfer.events
             if mode == "overlap" and mbit is not None:

@@ -21,7 +21,8 @@ import numpy as np
 from cachegen_rag.streaming.bandwidth import DEFAULT_RATE
 
 SAMPLES = 48
-"""Prefill samples kept for each model; old ones make room."""
+"""Prefill samples kept for each model, at most half of them of less than SHORT tokens; old ones make room."""
+SHORT = 64
 MAX_FILE_BYTES = 1 << 18
 MAX_ENTRIES = 64
 """Models, codecs and links remembered; beyond it nothing new is."""
@@ -46,8 +47,11 @@ class TextCost:
         if tokens < 1 or not 0 < seconds < 3600:
             return
         # Engines may put small calls off, and then they seem to cost nothing: not taken for a measurement.
-        if tokens < 64 and (not self.samples or seconds < self.seconds(tokens, position) / 8):
+        if tokens < SHORT and (not self.samples or seconds < self.seconds(tokens, position) / 8):
             return
+        alike = [sample for sample in self.samples if (sample[0] < SHORT) == (tokens < SHORT)]
+        if len(alike) >= SAMPLES // 2:  # every spliced request adds short ones: they must not crowd out the long ones
+            self.samples.remove(alike[0])
         self.samples.append((float(tokens), float(position), seconds))
         self._fit = None
 

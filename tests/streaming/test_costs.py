@@ -48,6 +48,20 @@ def test_a_call_that_an_engine_put_off_is_no_measurement():
     assert len(cost.samples) == 2
 
 
+def test_short_calls_do_not_crowd_out_long_ones():
+    """A store that is always hit leaves the engine only prefixes and questions to compute."""
+    cost = TextCost()
+    for position in (0, 256, 512, 768):
+        cost.record(256, position, 0.4 + position * 1e-4)
+    for _ in range(100):
+        cost.record(25, 0, 0.05)
+        cost.record(20, 1050, 0.09)
+    assert sum(sample[0] == 256 for sample in cost.samples) == 4 and len(cost.samples) <= SAMPLES
+    for _ in range(100):
+        cost.record(256, 0, 0.4)
+    assert sum(sample[0] < 64 for sample in cost.samples) == SAMPLES // 2
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_never_negative_whatever_was_measured(seed):
     cost, rng = TextCost(), np.random.default_rng(seed)
