@@ -49,9 +49,9 @@ class TextCost:
         # Engines may put small calls off, and then they seem to cost nothing: not taken for a measurement.
         if tokens < SHORT and (not self.samples or seconds < self.seconds(tokens, position) / 8):
             return
-        alike = [sample for sample in self.samples if (sample[0] < SHORT) == (tokens < SHORT)]
-        if len(alike) >= SAMPLES // 2:  # every spliced request adds short ones: they must not crowd out the long ones
-            self.samples.remove(alike[0])
+        short = [sample for sample in self.samples if sample[0] < SHORT]
+        if tokens < SHORT and len(short) >= SAMPLES // 2:  # every spliced request adds some
+            self.samples.remove(short[0])
         self.samples.append((float(tokens), float(position), seconds))
         self._fit = None
 
