@@ -61,7 +61,8 @@ API int cg_components(const ForwardCell *cells, int64_t n_cells, int64_t rows, i
     if (cells[i].channels > widest) widest = cells[i].channels;
   float back[BLOCK], *x = malloc((size_t)(BLOCK * widest + 1) * sizeof *x);
   int16_t *fixed = calloc((size_t)(BLOCK * ((widest > all.k ? widest : all.k) + 1)), sizeof *fixed);
-  float *top = malloc((size_t)(BLOCK * all.k + 1) * sizeof *top), *zeros = calloc((size_t)coefficients, sizeof *zeros);
+  float *top = malloc((size_t)(BLOCK * all.k + 1) * sizeof *top);
+  float *zeros = calloc((size_t)(coefficients + joint), sizeof *zeros);
   int result = x && fixed && top && zeros ? CG_OK : CG_MEMORY;
   for (int64_t first = 0; first < rows && !result; first += BLOCK) {
     int64_t n = rows - first < BLOCK ? rows - first : BLOCK;

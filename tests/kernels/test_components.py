@@ -64,6 +64,8 @@ def arrays(rng: np.random.Generator, rows: int, cells: list[int], kind: str) -> 
         (47, [63, 64, 65], 24, 33, 50),
         (49, [64], 0, 64, 0),
         (130, [16, 16], 16, 0, 31),
+        (5, [40, 40], 24, 0, 1),
+        (5, [40, 40], 24, 3, 0),
     ],
 )
 def test_every_path_gives_the_same_bits(
