@@ -5,7 +5,6 @@ Everything here releases the GIL while it computes: chunks are decoded side by s
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +94,31 @@ class _Pairs:
         return _Pairs(np.ascontiguousarray(pairs), np.ascontiguousarray(matrix.scale))
 
 
-_forwards: WeakKeyDictionary[Forward, tuple[list[_Pairs], list[_Pairs], _Pairs]] = WeakKeyDictionary()
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """A block's forward transform as the C kernel reads it: ``cells`` lack the rows. ``kept`` : what they point to."""
+
+    cells: Any
+    top: _Pairs
+    coefficients: int
+    kept: list[_Pairs]
+
+    @staticmethod
+    def of(forward: Forward) -> _Forward:
+        joint, kept = forward.joint, []
+        cells = (native.ForwardCell * len(forward.cells))()
+        for matrix, mean, weight, to in zip(forward.cells, forward.means, forward.weights, cells, strict=True):
+            top = _Pairs.of(FixedMatrix(matrix.value[:, :joint], matrix.scale[:joint]))
+            own = _Pairs.of(FixedMatrix(matrix.value[:, joint:], matrix.scale[joint:]))
+            kept += [top, own]
+            to.mean, to.weight = _at(mean), _at(weight)
+            to.top, to.top_scale, to.own, to.own_scale = map(_at, (top.pairs, top.scale, own.pairs, own.scale))
+            to.channels, to.n_own = len(matrix.value), matrix.value.shape[1] - joint
+        coefficients = forward.top.value.shape[1] + sum(cell.n_own for cell in cells) + 1
+        return _Forward(cells, _Pairs.of(forward.top), coefficients, kept)
+
+
+_forwards: WeakKeyDictionary[Forward, _Forward] = WeakKeyDictionary()
 
 
 def components(arrays: Sequence[NDArray[Any]], forward: Forward) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
@@ -103,28 +126,20 @@ def components(arrays: Sequence[NDArray[Any]], forward: Forward) -> tuple[NDArra
     lib = native.library()
     if lib is None or any(a.dtype not in (np.float16, np.float32) for a in arrays):
         return reference.components(arrays, forward)
-    packed = _forwards.get(forward)
-    if packed is None:
-        split = [(c.value[:, : forward.joint], c.value[:, forward.joint :], c.scale) for c in forward.cells]
-        tops = [_Pairs.of(FixedMatrix(top, scale[: forward.joint])) for top, _, scale in split]
-        own = [_Pairs.of(FixedMatrix(rest, scale[forward.joint :])) for _, rest, scale in split]
-        packed = _forwards[forward] = (tops, own, _Pairs.of(forward.top))
-    rows, active = len(arrays[0]), forward.top.value.shape[1]
+    layout = _forwards.get(forward)
+    if layout is None:
+        layout = _forwards[forward] = _Forward.of(forward)
+    rows = len(arrays[0])
     kept = [np.ascontiguousarray(a) if _apart(a) else a for a in arrays]
-    cells = (native.ForwardCell * len(forward.cells))()
-    for i, (array, matrix, to) in enumerate(zip(kept, forward.cells, cells, strict=True)):
-        if len(array) != rows or array.shape[1] * array.shape[2] != len(matrix.value):
-            raise KernelError(f"rows of shape {array.shape} for {(rows, len(matrix.value))}")
-        top, rest = packed[0][i], packed[1][i]
+    cells = type(layout.cells).from_buffer_copy(layout.cells)
+    for array, to in zip(kept, cells, strict=True):
+        if len(array) != rows or array.shape[1] * array.shape[2] != to.channels:
+            raise KernelError(f"rows of shape {array.shape} for {(rows, to.channels)}")
         to.rows, to.stride, to.half = _at(array), array.strides[0], array.dtype == np.float16
-        to.mean, to.weight = _at(forward.means[i]), _at(forward.weights[i])
-        to.top, to.top_scale, to.own, to.own_scale = map(_at, (top.pairs, top.scale, rest.pairs, rest.scale))
-        to.channels, to.n_own = len(matrix.value), matrix.value.shape[1] - forward.joint
-    out = np.empty((rows, active + sum(cell.n_own for cell in cells) + 1), np.float32)
-    estimate = np.full(rows, forward.constant)
+    out, estimate = np.empty((rows, layout.coefficients), np.float32), np.full(rows, forward.constant)
     result = lib.cg_components(
-        cells, len(cells), rows, forward.joint, _at(packed[2].pairs), _at(packed[2].scale), active,
-        _at(out), out.shape[1], _at(estimate),
+        cells, len(cells), rows, forward.joint, _at(layout.top.pairs), _at(layout.top.scale),
+        forward.top.value.shape[1], _at(out), layout.coefficients, _at(estimate),
     )  # fmt: skip
     if result == -2:
         raise KernelError("a row is not finite, or too large")
@@ -166,21 +181,17 @@ def quantize(
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
-    """A block's transform as the C kernel reads it.
-
-    columns : ``Column`` of codec.c. heads : the joint rows of each cell's basis; tails : the others, tiled.
-    """
+class _Inverse:
+    """A block's transform as the C kernel reads it: ``cells`` lack the rows. ``kept`` : what they point to."""
 
     columns: NDArray[np.void]
     joint_basis: NDArray[np.int8]
-    heads: list[_Pairs]
-    tails: list[NDArray[np.int8]]
-    means: list[NDArray[np.float32]]
+    cells: Any
+    kept: list[Any]
 
     @staticmethod
-    def of(transform: BlockTransform) -> _Layout:
-        joint, place = transform.joint, transform.place
+    def of(transform: BlockTransform) -> _Inverse:
+        joint, place, kept = transform.joint, transform.place, []
         sizes = [transform.active, *(cell.own for cell in transform.cells), 1]  # the last one: padding columns
         units = [transform.joint_unit, *(cell.unit[joint : joint + cell.own] for cell in transform.cells), [0.0]]
         columns = np.zeros(len(place), native.COLUMN)
@@ -188,16 +199,17 @@ class _Layout:
         columns["shrink"] = transform.shrink
         columns["part"] = np.repeat(np.arange(len(sizes)), sizes)[place]
         columns["row"] = np.concatenate([np.arange(size) for size in sizes])[place]
-        return _Layout(
-            columns,
-            _tiled(transform.joint_basis),
-            [_Pairs.of(FixedMatrix.of(_padded(cell.matrix[:joint]))) for cell in transform.cells],
-            [_tiled(cell.basis[joint : joint + cell.own]) for cell in transform.cells],
-            [_padded(cell.mean) for cell in transform.cells],
-        )
+        cells = (native.Cell * len(transform.cells))()
+        for cell, to in zip(transform.cells, cells, strict=True):
+            head = _Pairs.of(FixedMatrix.of(_padded(cell.matrix[:joint])))
+            tail, mean = _tiled(cell.basis[joint : joint + cell.own]), _padded(cell.mean)
+            kept += [head, tail, mean]
+            to.head, to.scale, to.tail, to.mean = map(_at, (head.pairs, head.scale, tail, mean))
+            to.own, to.heads, to.dim, to.width = cell.own, cell.heads, cell.dim, len(mean)
+        return _Inverse(columns, _tiled(transform.joint_basis), cells, kept)
 
 
-_layouts: WeakKeyDictionary[BlockTransform, _Layout] = WeakKeyDictionary()
+_inverses: WeakKeyDictionary[BlockTransform, _Inverse] = WeakKeyDictionary()
 
 
 def reconstruct(
@@ -208,18 +220,14 @@ def reconstruct(
     if lib is None or not all(_plain(a) for a in rows.arrays):
         reference.reconstruct(symbols, escapes, transform, rows, gain)
         return
-    layout = _layouts.get(transform)
+    layout = _inverses.get(transform)
     if layout is None:
-        layout = _layouts[transform] = _Layout.of(transform)
-    cells = (native.Cell * len(transform.cells))()
-    for i, (cell, out, to) in enumerate(zip(transform.cells, rows.arrays, cells, strict=True)):
+        layout = _inverses[transform] = _Inverse.of(transform)
+    cells = type(layout.cells).from_buffer_copy(layout.cells)
+    for cell, out, to in zip(transform.cells, rows.arrays, cells, strict=True):
         if out.shape != (len(symbols), cell.heads, cell.dim):
             raise KernelError(f"rows of shape {out.shape} for {(len(symbols), cell.heads, cell.dim)}")
-        head = layout.heads[i]
-        to.head, to.scale, to.tail = _at(head.pairs), _at(head.scale), _at(layout.tails[i])
-        to.mean, to.rows = _at(layout.means[i]), _at(out)
-        to.token_stride, to.head_stride, _ = out.strides
-        to.own, to.heads, to.dim, to.width = cell.own, cell.heads, cell.dim, len(layout.means[i])
+        to.rows, (to.token_stride, to.head_stride, _) = _at(out), out.strides
         to.rotary = 0 if cell.is_value else 2 * rows.cosine.shape[1]
     gain = np.ascontiguousarray(gain, np.float32)
     cosine, sine = np.ascontiguousarray(rows.cosine), np.ascontiguousarray(rows.sine)
@@ -258,5 +266,7 @@ def _check(columns: Columns, models: SymbolModels) -> None:
         raise KernelError("columns must be a multiple of 32, their models among those given")
 
 
-def _at(array: NDArray[Any]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
+def _at(array: NDArray[Any]) -> int:
+    """The address of an array's first element (``array.ctypes.data``, sooner)."""
+    address: int = array.__array_interface__["data"][0]
+    return address
