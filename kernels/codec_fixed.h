@@ -51,7 +51,7 @@ static ALWAYS_INLINE int to_fixed_body(const float *x, int64_t stride, int64_t r
     if (exponent_of(sum[0], &e)) return CG_CORRUPT;
     float scale = power_of_two(e);
     back[r] = power_of_two(-e);
-    out[even - 1] = 0;
+    if (even > k) out[k] = 0;
     for (int64_t i = 0; i < k; i++) {
       float v = x[i] * scale + 12582912.0f; /* 1.5 * 2^23: rounds to the nearest integer, which its low bits then hold */
       int32_t bits;
@@ -125,7 +125,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl"))) static int to_fixed_avx512(
     if (exponent_of(_mm512_reduce_add_pd(_mm512_add_pd(low, high)), &e)) return CG_CORRUPT;
     back[r] = power_of_two(-e);
     __m512 scale = _mm512_set1_ps(power_of_two(e));
-    out[even - 1] = 0;
+    if (even > k) out[k] = 0;
     for (int64_t i = 0; i < k; i += 16) {
       __mmask16 there = i < whole ? (__mmask16)~0u : rest;
       __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(there, x + i), scale));
