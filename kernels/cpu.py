@@ -112,7 +112,7 @@ class _Forward:
             own = _Pairs.of(FixedMatrix(matrix.value[:, joint:], matrix.scale[joint:]))
             kept += [top, own]
             to.mean, to.weight = _at(mean), _at(weight)
-            to.top, to.top_scale, to.own, to.own_scale = map(_at, (top.pairs, top.scale, own.pairs, own.scale))
+            to.top, to.top_scale, to.own, to.own_scale = (_at(a) for a in (top.pairs, top.scale, own.pairs, own.scale))
             to.channels, to.n_own = len(matrix.value), matrix.value.shape[1] - joint
         coefficients = forward.top.value.shape[1] + sum(cell.n_own for cell in cells) + 1
         return _Forward(cells, _Pairs.of(forward.top), coefficients, kept)
@@ -204,7 +204,7 @@ class _Inverse:
             head = _Pairs.of(FixedMatrix.of(_padded(cell.matrix[:joint])))
             tail, mean = _tiled(cell.basis[joint : joint + cell.own]), _padded(cell.mean)
             kept += [head, tail, mean]
-            to.head, to.scale, to.tail, to.mean = map(_at, (head.pairs, head.scale, tail, mean))
+            to.head, to.scale, to.tail, to.mean = (_at(a) for a in (head.pairs, head.scale, tail, mean))
             to.own, to.heads, to.dim, to.width = cell.own, cell.heads, cell.dim, len(mean)
         return _Inverse(columns, _tiled(transform.joint_basis), cells, kept)
 

@@ -52,8 +52,7 @@ class SymbolModels:
     @cached_property
     def codes(self) -> NDArray[np.uint32]:
         """uint32 ``[models, 256]``: ``frequency | start << 16``."""
-        codes: NDArray[np.uint32] = self.frequency | self.start.astype(np.uint32) << 16
-        return codes
+        return self.frequency.astype(np.uint32) | self.start.astype(np.uint32) << np.uint32(16)
 
     @staticmethod
     def of(frequency: NDArray[np.uint16]) -> SymbolModels:
@@ -370,7 +369,7 @@ def reconstruct(
     own = transform.active
     for i, (cell, out) in enumerate(zip(transform.cells, rows.arrays, strict=True)):
         joint = transform.joint
-        x = cell.mean + top[:, i * joint : (i + 1) * joint] @ cell.matrix[:joint]
+        x: NDArray[Any] = cell.mean + top[:, i * joint : (i + 1) * joint] @ cell.matrix[:joint]
         x += z[:, own : own + cell.own] @ cell.matrix[joint : joint + cell.own]
         own += cell.own
         x = x.reshape(len(z), cell.heads, cell.dim)

@@ -31,6 +31,7 @@ def profile(
 
     key_groups, value_groups = head_groups(shape.kv_heads, shape.key_dim), head_groups(shape.kv_heads, shape.value_dim)
     parts = max(len(key_groups), len(value_groups))
+
     def importance(blocks: list[Block], rng: np.random.Generator) -> Importance:
         channels = [rng.standard_normal(b.components + 1) / np.sqrt(b.components) for b in blocks]
         combine = np.eye(len(blocks)) * 0.3 + 0.1 * rng.standard_normal((len(blocks), len(blocks)))

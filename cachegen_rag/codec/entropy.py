@@ -87,7 +87,9 @@ def pack_integers(values: NDArray[np.int32]) -> bytes:
     """Signed integers, of at most 27 bits, as zigzag LEB128."""
     wide = values.astype(np.int64)
     rest = np.where(wide >= 0, wide << 1, (-wide << 1) - 1)
-    length = 1 + sum((rest >> shift > 0).astype(np.int64) for shift in (7, 14, 21))
+    length = np.ones_like(rest)
+    for shift in (7, 14, 21):
+        length += rest >> shift > 0
     start = np.cumsum(length) - length
     out = np.zeros(int(length.sum()), np.uint8)
     for i in range(int(length.max(initial=0))):

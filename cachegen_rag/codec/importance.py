@@ -70,7 +70,7 @@ def _detrended(log_attention: NDArray[np.float32]) -> NDArray[np.float64]:
     t = np.linspace(-1, 1, len(log_attention))
     basis = np.stack([np.ones_like(t), t, t**2, t**3], axis=1)
     trend = basis @ np.linalg.lstsq(basis, log_attention.astype(np.float64), rcond=None)[0]
-    detrended: NDArray[np.float64] = log_attention - trend
+    detrended: NDArray[np.float64] = log_attention.astype(np.float64) - trend
     return detrended
 
 

@@ -75,7 +75,7 @@ class Transform:
     @cached_property
     def _reach(self) -> NDArray[np.int32]:
         """Per class the largest magnitude for which, and below which, every context has both symbols."""
-        has = (self.profile.frequency.reshape(CLASSES, CONTEXTS, 256) > 0).all(axis=1)
+        has = np.all(self.profile.frequency.reshape(CLASSES, CONTEXTS, 256) > 0, axis=1)
         sizes = np.arange(128)
         both = has[:, sizes] & has[:, -sizes & 0xFF]
         reach: NDArray[np.int32] = (np.argmin(np.pad(both, ((0, 0), (0, 1))), axis=1) - 1).astype(np.int32)
