@@ -53,6 +53,7 @@ def run(
     threads: int | None = None,
     with_peers: bool = True,
     engine: str = "llama.cpp",
+    recompute: int | None = 0,
 ) -> dict[str, Any]:
     """Measure and return one JSON-ready object.
 
@@ -61,6 +62,7 @@ def run(
     repeats : hits of each case. text_repeats : text prefills of each case (they take longest).
     level : level that is stored and read. threads : of llama.cpp. with_peers : measure llama.cpp's own caches too.
     engine : ``llama.cpp``, or ``transformers``, which has one weight format (float32) and no such peers.
+    recompute : leading tokens of each document that are computed anew; None for what the model's gate asks for.
     """
     if engine not in ("llama.cpp", "transformers"):
         raise ConfigError(f"there is no engine {engine!r}; there are llama.cpp and transformers")
@@ -78,7 +80,9 @@ def run(
                     folder = Path(scratch) / f"{weights}-{case}"
                     rows.append(
                         {"case": case, "weights": weights}
-                        | measure(loaded, path, folder, CASES[case], repeats, text_repeats, level, with_peers)
+                        | measure(
+                            loaded, path, folder, CASES[case], repeats, text_repeats, level, recompute, with_peers
+                        )
                     )
     return {
         "benchmark": "ttft",
@@ -105,12 +109,13 @@ def measure(
     repeats: int,
     text_repeats: int,
     level: int | None,
+    recompute: int | None,
     with_peers: bool,
 ) -> dict[str, Any]:
     """One case with one set of weights: all contenders in turn, then the answers compared."""
     documents = cut_documents(engine, *case)
     with ExitStack() as stack:
-        cache = stack.enter_context(KVCache(engine, folder / "ours", level=level))
+        cache = stack.enter_context(KVCache(engine, folder / "ours", level=level, recompute=recompute))
         report = cache.prefill(documents)
         if report.skipped:
             raise RuntimeError(f"documents were not stored: {report.skipped}")
