@@ -30,6 +30,7 @@ from cachegen_rag.streaming.pipeline import Loader
 DOCUMENT_TOKENS = 28
 """A document is computed in one step or taken whole, so that only few answers are right."""
 ANSWER = Sampling(max_tokens=6)
+REPEATED = (None, None, "404", None, None, None, "404", None, None)
 
 
 def run(
@@ -69,7 +70,8 @@ def run(
 
         plain, right = list[float](), [set[str]() for _ in texts]
         for i in range(documents):
-            for kind in (None, "404", "silent"):
+            # Several times: with quantized weights near-ties fall this way or that with the state of the engine's cache.
+            for kind in (None, "404", "silent", *REPEATED):
                 server.fault = _on_bitstreams(kind)
                 right[i].add(ask(i)[0])
             answer, record = ask(i, spliced=False)
