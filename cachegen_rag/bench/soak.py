@@ -70,7 +70,7 @@ def run(
 
         plain, right = list[float](), [set[str]() for _ in texts]
         for i in range(documents):
-            # Several times: with quantized weights near-ties fall this way or that with the state of the engine's cache.
+            # Several times: with quantized weights near-ties fall differently with the state of the engine's cache.
             for kind in (None, "404", "silent", *REPEATED):
                 server.fault = _on_bitstreams(kind)
                 right[i].add(ask(i)[0])
