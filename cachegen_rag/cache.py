@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from cachegen_rag.errors import (
 from cachegen_rag.exact import ExactRuns, leading
 from cachegen_rag.gate import RETRY_SECONDS, Gate, Keeper
 from cachegen_rag.idle import IdleWork, Interrupted
+from cachegen_rag.inputs import as_document, as_message, listed
 from cachegen_rag.library import CHUNK_TOKENS, Library
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import KVModel, Sampling, Token
@@ -46,6 +47,8 @@ from cachegen_rag.streaming.ahead import Ahead
 from cachegen_rag.streaming.pipeline import Loader
 from cachegen_rag.trial import coded, place
 from cachegen_rag.warm import WarmContext
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -501,11 +504,7 @@ class KVCache:
             full, changed = (self._logits(prompt, answer, way, interrupted) for way in (False, True))
             found = self._shadow.check(self.model.name, full, changed)
             log.info("shadow check: KL %.3f, first choice the same in %.0f %%", found.kl, 100 * found.top1)
-            if self._on_shadow is not None:
-                try:
-                    self._on_shadow(found)
-                except Exception:  # as on_request
-                    log.exception("on_shadow failed")
+            _tell("on_shadow", self._on_shadow, found)
 
         self.idle.add(name, check)
 
@@ -563,11 +562,7 @@ class KVCache:
                     self._reasons[segment.reason or "unknown"] += 1
                 else:
                     stats.hits += 1
-        if self._on_request is not None:
-            try:
-                self._on_request(record)
-            except Exception:  # an observer never fails a request
-                log.exception("on_request failed")
+        _tell("on_request", self._on_request, record)
 
     def close(self) -> None:
         """Stop the loader's threads and close the store. The model stays open.
@@ -595,34 +590,13 @@ class KVCache:
         self.close()
 
 
-def as_document(item: Any) -> Document:
-    """A text, a Document, or anything with ``page_content`` (and ``id``) as a Document."""
-    if isinstance(item, Document):
-        return item
-    if isinstance(item, str):
-        return Document(item)
-    text = getattr(item, "page_content", None)
-    if not isinstance(text, str):
-        raise ConfigError(f"a document is a text or has page_content, got {type(item).__name__}")
-    identity = getattr(item, "id", None)
-    return Document(text, None if identity is None else str(identity))
+def _tell(name: str, observer: Callable[[T], None] | None, what: T) -> None:
+    """Call an application's observer, which never fails a request."""
+    if observer is not None:
+        try:
+            observer(what)
+        except Exception:
+            log.exception("%s failed", name)
 
 
-def listed(documents: Any) -> list[Any]:
-    """Documents as a list. Raises ConfigError for a single one: a text is no list of texts."""
-    single = isinstance(documents, (str, bytes, Mapping, Document)) or hasattr(documents, "page_content")
-    if single or not isinstance(documents, Iterable):
-        raise ConfigError(f"documents must be a list of texts or documents, got {type(documents).__name__}")
-    return list(documents)
-
-
-def as_message(item: Any) -> Message:
-    """A Message, or a mapping of ``role`` and ``content`` (a text, or None for none) as a Message."""
-    if isinstance(item, Message):
-        return item
-    if not isinstance(item, Mapping) or not {"role", "content"} <= set(item):
-        raise ConfigError(f"a message is a Message or a mapping with role and content, got {type(item).__name__}")
-    return Message.of(item["role"], "" if item["content"] is None else item["content"])
-
-
-__all__ = ["CacheStats", "KVCache", "PrefillReport", "Stream", "as_document", "as_message", "listed"]
+__all__ = ["CacheStats", "KVCache", "PrefillReport", "Stream"]

@@ -118,13 +118,13 @@ class Codec:
             try:
                 components, estimate = self._kernels.components(block_rows(coder.block, kv), coder.forward)
             except KernelError as error:
-                _check_finite(kv)
+                _check_finite(kv)  # says where, in channels
                 raise EncodeError(f"the KV cannot be transformed: {error}") from None
             components[exact] = 0
             return components, estimate
 
         def code(coder: BlockCoder, components: NDArray[np.float32], gain: NDArray[np.float32]) -> tuple[Any, bytes]:
-            symbols, escaped = self._quantized(kv, components, gain, coder)
+            symbols, escaped = self._quantized(components, gain, coder)
             if not symbols.shape[1]:
                 return escaped.value, b""
             return escaped.value, encode_stream(symbols, coder.columns, self.models, slow=self._slow)
@@ -151,14 +151,12 @@ class Codec:
         return [*escapes, *coded, Section(SECTION_GAINS, importance.pack(indices))]
 
     def _quantized(
-        self, kv: KV, components: NDArray[np.float32], gain: NDArray[np.float32], coder: BlockCoder
+        self, components: NDArray[np.float32], gain: NDArray[np.float32], coder: BlockCoder
     ) -> tuple[NDArray[np.int8], Escapes]:
         try:
             symbols, escapes = self._kernels.quantize(components, gain, coder.quantizer)
             return symbols, escapes
         except KernelError:
-            # NaN and infinity of any channel reach every component, so only now is it worth a look at all of them.
-            _check_finite(kv)
             raise EncodeError(
                 f"a component exceeds {reference_kernels.MAX_SIZE:.0f} steps of {coder.step:.3g}, the most that can be "
                 "coded: store this chunk at level 0"

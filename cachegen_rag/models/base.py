@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cachegen_rag.errors import ConfigError
+from cachegen_rag.errors import ConfigError, ModelError
 from cachegen_rag.fingerprint import ModelFingerprint
 from cachegen_rag.kv import KV, KVShape
 from cachegen_rag.rope import RopeSpec
@@ -168,6 +168,15 @@ class Attended:
     queries: NDArray[np.float32]
     keys: NDArray[np.float32]
     positions: NDArray[np.int32]
+
+
+def check_runs(runs: Sequence[tuple[int, int]], length: int) -> None:
+    """Raise ModelError unless ``runs`` are disjoint, in order, not empty and within a prompt of ``length`` tokens."""
+    at = 0
+    for start, stop in runs:
+        if not at <= start < stop <= length:
+            raise ModelError(f"run {start} to {stop} is out of order, empty or outside {length} tokens")
+        at = stop
 
 
 class Session(Protocol):

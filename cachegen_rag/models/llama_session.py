@@ -18,7 +18,7 @@ from cachegen_rag.errors import (
     SpliceRefusedError,
 )
 from cachegen_rag.kv import KV
-from cachegen_rag.models.base import Attended, KVTarget, Sampling, Token
+from cachegen_rag.models.base import Attended, KVTarget, Sampling, Token, check_runs
 from cachegen_rag.models.llama_native import FIRST_RUN, LIBRARY, MAIN, SCRATCH
 from cachegen_rag.models.llama_sampling import Sampler, log_softmax, top_logprobs
 from cachegen_rag.models.llama_state import SequenceState, is_finite, layout, parse
@@ -198,11 +198,7 @@ class LlamaSession:
         A run sees what stands before it when the call begins: of the other runs of its call, their rows as they were.
         """
         self._check_splice()
-        at = 0
-        for start, stop in runs:
-            if not at <= start < stop <= self.length:
-                raise ModelError(f"run {start} to {stop} is out of order, empty or outside {self.length} tokens")
-            at = stop
+        check_runs(runs, self.length)
         for batch in _batches(runs, self._context.n_batch, self._context.runs_at_once):
             self._recompute(batch)
 

@@ -23,7 +23,7 @@ from cachegen_rag.errors import (
     SpliceRefusedError,
 )
 from cachegen_rag.kv import KV
-from cachegen_rag.models.base import Attended, KVTarget, Sampling, Token
+from cachegen_rag.models.base import Attended, KVTarget, Sampling, Token, check_runs
 from cachegen_rag.models.text_stream import TextStream
 from cachegen_rag.models.torch_attention import Step, forward
 from cachegen_rag.models.torch_cache import KeptRuns, Library
@@ -142,11 +142,7 @@ class TransformersSession:
         Raises ModelError on runs that are out of order, empty or outside the prompt.
         """
         self._require_splicing()
-        at = 0
-        for start, stop in runs:
-            if not at <= start < stop <= self.length:
-                raise ModelError(f"run {start} to {stop} is out of order, empty or outside {self.length} tokens")
-            at = stop
+        check_runs(runs, self.length)
         cells = set(self._queue)
         for start, stop in runs:
             first, last = np.searchsorted(self._cells, [start, stop])

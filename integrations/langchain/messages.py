@@ -15,8 +15,8 @@ from typing import Any
 from langchain_core.documents import Document as LCDocument
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, FunctionMessage, ToolMessage
 
-from cachegen_rag.cache import as_document, listed
 from cachegen_rag.errors import ConfigError
+from cachegen_rag.inputs import as_document, listed
 from cachegen_rag.prompt import MIN_MATCH_CHARS, Document, KnownTexts, Message, with_documents
 
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "user", "function": "user"}

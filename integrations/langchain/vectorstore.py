@@ -257,7 +257,7 @@ def prepare(cache: KVCache, documents: Sequence[Document]) -> None:
 
     Best effort: retrieval never fails because of the cache.
     """
-    from cachegen_rag.cache import as_document
+    from cachegen_rag.inputs import as_document
 
     try:
         for document in documents:
