@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,27 +20,25 @@ from cachegen_rag.codec.profile import Profile
 from cachegen_rag.config import CacheArguments, expect, expect_callable
 from cachegen_rag.errors import (
     ConfigError,
-    DeadlineExceededError,
     RequestCancelledError,
     StoreError,
-    StoreUnavailableError,
     UnknownLevelError,
 )
-from cachegen_rag.exact import ExactRuns, leading
-from cachegen_rag.gate import RETRY_SECONDS, Gate, Keeper
+from cachegen_rag.exact import leading
+from cachegen_rag.foundation import Foundation
+from cachegen_rag.gate import Gate, Keeper
 from cachegen_rag.idle import IdleWork, Interrupted
 from cachegen_rag.inputs import as_document, as_message, listed
+from cachegen_rag.known_texts import KnownTexts
 from cachegen_rag.library import CHUNK_TOKENS, Library
 from cachegen_rag.metrics import RequestRecord
 from cachegen_rag.models.base import KVModel, Sampling, Token
 from cachegen_rag.prefilling import Prefill, PrefillReport, Progress
-from cachegen_rag.profiles import find_profile
-from cachegen_rag.prompt import Document, KnownTexts, Message, Prompt, build_prompt, document_tokens, with_documents
+from cachegen_rag.prompt import Document, Message, Prompt, build_prompt, document_tokens, with_documents
 from cachegen_rag.recompute import Heads, Recompute
-from cachegen_rag.results import CacheStats, Stream
+from cachegen_rag.results import CacheStats, Stream, Totals
 from cachegen_rag.shadow import ANSWER_TOKENS, Shadow, ShadowCheck
-from cachegen_rag.stores.base import FetchStore, Store, open_store
-from cachegen_rag.streaming.ahead import Ahead
+from cachegen_rag.stores.base import Store, open_store
 from cachegen_rag.streaming.pipeline import Loader
 from cachegen_rag.trial import coded, place
 from cachegen_rag.warm import WarmContext
@@ -149,31 +144,26 @@ class KVCache:
         self.store: Store = open_store(store) if isinstance(store, (str, Path)) else store
         self._recompute = recompute
         self.known = KnownTexts()
-        self._profile = profile
-        self._level, self._levels = level, levels
-        self._chunk_tokens = chunk_tokens
         self._max_document_tokens = max_document_tokens
-        self._salt = salt
+        self._chunk_tokens = chunk_tokens
         self._splice = splice
         self._store_missed = not self.store.remote if store_missed is None else store_missed
+        self._slo = slo
+        self._base = Foundation(
+            model,
+            self.store,
+            profile=profile,
+            level=level,
+            levels=levels,
+            chunk_tokens=chunk_tokens,
+            salt=salt,
+            exact_bytes=exact_bytes,
+            loader=loader,
+        )
         self.idle = IdleWork()
         self._on_request, self._on_shadow = on_request, on_shadow
         self._shadow = Shadow(shadow_fraction)
-        self._warm: WarmContext | None = None
-        self._gate: Keeper | None = None
-        self._library: Library | None = None
-        self._exact_bytes = exact_bytes
-        self._slo, self._make_loader = slo, loader
-        self._exact: ExactRuns | None = None
-        self._loader: Loader | None = None
-        self._ahead: Ahead | None = None
-        self._prefetching: ThreadPoolExecutor | None = None
-        self._closed = False
-        self._setup = threading.RLock()
-        self._unreadable, self._retry_at = "", 0.0  # why a remote store's profile could not be read; when to try again
-        self._counting = threading.RLock()  # a collected stream may be counted at any allocation, under the lock too
-        self._stats = CacheStats()
-        self._reasons: Counter[str] = Counter()
+        self._totals = Totals()
 
     # ---- what the cache stands on, made on first use ----
 
@@ -185,19 +175,12 @@ class KVCache:
     @property
     def warm(self) -> WarmContext:
         """The context documents are computed behind."""
-        with self._setup:
-            if self._warm is None:
-                self._warm = WarmContext.for_model(self.model)
-            return self._warm
+        return self._base.warm
 
     @property
     def gate(self) -> Keeper:
         """Whether this model may be spliced, and with how much recompute, if that was measured."""
-        with self._setup:
-            if self._gate is None:
-                path = Path(self._profile) if isinstance(self._profile, (str, Path)) else None
-                self._gate = Keeper(self.model, self.store, self.warm, self._salt, path)
-            return self._gate
+        return self._base.gate
 
     def calibrate_gate(self, **options: Any) -> Gate:
         """Measure how much recompute this model needs at the level that is read, and keep that in the store.
@@ -213,52 +196,12 @@ class KVCache:
         """What is computed anew of spliced documents."""
         return self.gate.recompute if self._recompute is None else self._recompute
 
-    def library(self, texts: Sequence[str] = (), *, deadline: float | None = None) -> Library | None:
+    def library(self, texts: Sequence[str] = ()) -> Library | None:
         """The stored documents, or None while no codec profile is known; ``texts`` lets one be calibrated.
 
-        ``deadline`` is a ``time.monotonic()`` value. Raises StoreError if the store's profile cannot be read.
+        Raises StoreError if the store's profile cannot be read.
         """
-        if self._library is not None:
-            return self._library
-        if not self._setup.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
-            raise DeadlineExceededError("the deadline passed while another thread makes or reads the codec profile")
-        try:
-            if self._library is None:
-                profile = find_profile(self.model, self.store, self._profile, self._salt, texts, deadline=deadline)
-                if profile is None:
-                    return None
-                fingerprint = dataclasses.replace(self.model.fingerprint, context=self.warm.digest)
-                codec = Codec(profile, fingerprint.digest())
-                for level in (*(self._levels or ()), *(() if self._level is None else (self._level,))):
-                    codec.check_level(level)
-                if self._exact_bytes:
-                    runs = Library(self.store, Codec(profile, self.model.fingerprint.digest(), sinks=True), self._salt)
-                    self._exact = ExactRuns(runs, self._exact_bytes, self.level(codec), self._chunk_tokens)
-                engine = f"{self.model.fingerprint.weights[:16]}/{getattr(self.model, 'n_threads', '')}"
-                if self.store.remote and isinstance(self.store, FetchStore):
-                    self._ahead = Ahead(self.store)
-                reading: Any = self._ahead or self.store
-                self._loader = self._make_loader(reading, engine)
-                self._library = Library(self.store, codec, self._salt)  # last: whoever sees it sees all of it
-            return self._library
-        finally:
-            self._setup.release()
-
-    def _library_soon(self, deadline: float | None) -> Library | None:
-        """The library for a request that waits until ``deadline`` at most. Raises StoreError.
-
-        After a failure the store is asked again in the background, where a slow link has time, and by requests only
-        after a while: a server that does not answer costs one of them the deadline, not each.
-        """
-        if self._library is None and time.monotonic() < self._retry_at:
-            raise StoreUnavailableError(self._unreadable)
-        try:
-            return self.library(deadline=deadline)
-        except StoreError as error:
-            if deadline is not None:
-                self._unreadable, self._retry_at = str(error), time.monotonic() + RETRY_SECONDS
-                self._in_background(self._prefetch, [])
-            raise
+        return self._base.library(texts)
 
     def check(self) -> None:
         """Load the model and try the settings against its profile, before any work. Raises what is wrong with them."""
@@ -267,13 +210,11 @@ class KVCache:
 
     def level(self, codec: Codec) -> int:
         """The level that is read."""
-        return codec.default_level if self._level is None else self._level
+        return self._base.level(codec)
 
     def stored_levels(self, codec: Codec) -> tuple[int, ...]:
         """The levels that are stored."""
-        if self._levels is not None:
-            return tuple(sorted({*self._levels}))
-        return tuple(sorted(codec.lossy_levels)) if self.store.remote else (self.level(codec),)
+        return self._base.stored_levels(codec)
 
     # ---- documents ----
 
@@ -332,28 +273,21 @@ class KVCache:
         Only a remote store gains by it: the bitstreams are on their way while the prompt is still being built.
         """
         if self.store.remote:
-            self._in_background(self._prefetch, listed(documents))
-
-    def _in_background(self, work: Callable[[Sequence[Any]], None], documents: Sequence[Any]) -> None:
-        with self._counting:
-            if self._closed:
-                return
-            if self._prefetching is None:
-                self._prefetching = ThreadPoolExecutor(1, thread_name_prefix="cachegen-ahead")
-            self._prefetching.submit(work, documents)
+            items = listed(documents)
+            self._base.in_background(lambda: self._prefetch(items))
 
     def _prefetch(self, documents: Sequence[Any]) -> None:
         try:
-            library = self.library(deadline=time.monotonic() + PREFETCH_SECONDS)
-            if library is None or self._ahead is None or self.refusal is not None:
+            library, ahead = self._base.library(deadline=time.monotonic() + PREFETCH_SECONDS), self._base.ahead
+            if library is None or ahead is None or self.refusal is not None:
                 return
-            manifests = [(key, self._ahead.prefetch("ac", key)) for key in map(self.key, documents) if key is not None]
+            manifests = [(key, ahead.prefetch("ac", key)) for key in map(self.key, documents) if key is not None]
             for key, reading in manifests:
                 data = reading.result(PREFETCH_SECONDS)
                 if data is not None:
                     for chunk in library.read_manifest(key, data).chunks:
                         for segment in chunk.level(self.level(library.codec)).segments:
-                            self._ahead.prefetch("cas", segment.sha256, segment.length)
+                            ahead.prefetch("cas", segment.sha256, segment.length)
         except Exception as error:  # the request itself will find out, and say why
             log.info("prefetch gave up: %s", error)
 
@@ -364,9 +298,9 @@ class KVCache:
         """
         expect("limit", limit, (int, type(None)), "a whole number or None")
         done = 0
-        while self._exact is not None and (limit is None or done < limit):
+        while self._base.exact is not None and (limit is None or done < limit):
             with self.model.session() as session:
-                if not self._exact.compute_pending(session):
+                if not self._base.exact.compute_pending(session):
                     break
             done += 1
         return done
@@ -377,12 +311,12 @@ class KVCache:
         False if nothing can be stored: the model is refused, or no codec profile is known.
         """
         expect("documents", documents, int, "a whole number")
-        if self.refusal is not None or self.library() is None or self._exact is None:
+        if self.refusal is not None or self.library() is None or self._base.exact is None:
             return False
         if not 1 <= documents <= len(prompt.documents):
             raise ConfigError(f"documents = {documents}: the prompt has {len(prompt.documents)}")
         with self.model.session() as session:
-            self._exact.store(session, leading(prompt, documents))
+            self._base.exact.store(session, leading(prompt, documents))
         return True
 
     def delete(self, document: Any) -> bool:
@@ -398,8 +332,7 @@ class KVCache:
 
     def stats(self) -> CacheStats:
         """Counts since the cache was opened, and the store's size."""
-        with self._counting:
-            stats = dataclasses.replace(self._stats, miss_reasons=dict(self._reasons), **self._shadow.figures)
+        stats = dataclasses.replace(self._totals.stats(), **self._shadow.figures)
         try:
             stats.store_bytes = self.store.size()
             stats.store_documents = sum(1 for _ in self.store.keys("ac"))
@@ -488,9 +421,10 @@ class KVCache:
             if assembler is not None:
                 assembler.close()
             record.total_ms = (time.perf_counter() - began) * 1e3
-            if self._exact is not None and spliced:
-                self._exact.observe(prompt)
-            self._count(record)
+            if self._base.exact is not None and spliced:
+                self._base.exact.observe(prompt)
+            self._totals.count(record)
+            _tell("on_request", self._on_request, record)
         self._check_later(prompt, answer, record)
 
     def _check_later(self, prompt: Prompt, answer: list[int], record: RequestRecord) -> None:
@@ -537,49 +471,26 @@ class KVCache:
             return None, refusal
         try:
             deadline = time.monotonic() + SETUP_SECONDS if self.store.remote else None
-            library = self._library_soon(deadline)
+            library = self._base.library_soon(deadline)
         except (StoreError, UnknownLevelError) as error:  # the store's profile: cannot be read, lacks the level
             return None, f"no usable codec profile for this model: {error}"
-        if library is None or self._loader is None:
+        if library is None or self._base.loader is None:
             return None, "no codec profile for this model yet: prefill documents or calibrate"
         level, layers = self.level(library.codec), self.model.shape.layers
         closed = self.gate.refusal(deadline)
         recompute = self.recompute if closed is None else Recompute()  # closed or unreadable: there is none to be had
-        return Source(library, self._loader, level, recompute, layers, self._exact, self._slo, closed), None
-
-    def _count(self, record: RequestRecord) -> None:
-        documents = [segment for segment in record.segments if segment.kind == "document"]
-        with self._counting:
-            stats = self._stats
-            stats.requests += 1
-            stats.prompt_tokens += record.prompt_tokens
-            stats.spliced_tokens += record.spliced_tokens
-            stats.recomputed_tokens += record.recomputed_tokens
-            stats.bytes_fetched += record.bytes_fetched
-            for segment in documents:
-                if segment.source == "text":
-                    stats.misses += 1
-                    self._reasons[segment.reason or "unknown"] += 1
-                else:
-                    stats.hits += 1
-        _tell("on_request", self._on_request, record)
+        return Source(library, self._base.loader, level, recompute, layers, self._base.exact, self._slo, closed), None
 
     def close(self) -> None:
         """Stop the loader's threads and close the store. The model stays open.
 
         Requests that are under way go on and compute what they have not loaded.
         """
-        with self._counting:
-            self._closed, prefetching = True, self._prefetching
-        if prefetching is not None:
-            prefetching.shutdown(wait=False, cancel_futures=True)
+        self._base.stop_background()
         if self.store.remote:
-            self.store.close()  # first: it ends the reads that others may hold the lock for
+            self.store.close()  # first: it ends the reads that others may wait for
         self.idle.close()
-        with self._setup:
-            if self._loader is not None:
-                self._loader.close()
-            self.store.close()
+        self._base.close()
 
     def __enter__(self) -> KVCache:
         return self

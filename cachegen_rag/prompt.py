@@ -11,27 +11,18 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import secrets
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from cachegen_rag.chat_template import PLACEHOLDER, placeholder, render, render_plain
 from cachegen_rag.errors import ConfigError, ContextOverflowError
 
 DEFAULT_SEPARATOR = "\n\nPassage:\n\n"
 """What :func:`with_documents` puts before each document. ``{number}`` in it counts from 1, but a separator that is the
 same everywhere, in the warm context too, is one the model has seen before and splices better behind."""
 
-MIN_MATCH_CHARS = 32
-"""Shorter texts are not looked for inside a plain prompt: a false match costs more than a splice saves."""
-
-# Private-use characters, which no template produces or strips, and a number that nobody outside this process knows:
-# what a caller hands to the template (roles are checked, template_args are not) cannot act as a placeholder.
-_OPEN, _CLOSE = f"\ue000{secrets.randbits(64)}.", "\ue001"
-_PLACEHOLDER = re.compile(re.escape(_OPEN) + "(b|e|[0-9]+)" + _CLOSE)
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_BOS, _EOS = f"{_OPEN}b{_CLOSE}", f"{_OPEN}e{_CLOSE}"
 
 
 class Tokenizer(Protocol):
@@ -181,13 +172,13 @@ def build_prompt(
         marks = []
         for part in message.parts:
             if isinstance(part, Document) or part:
-                marks.append(f"{_OPEN}{len(parts)}{_CLOSE}")
+                marks.append(placeholder(len(parts)))
                 parts.append(part)
         turns.append({"role": message.role, "content": "".join(marks)})
     if model.chat_template:
-        rendered = _render(model.chat_template, turns, add_generation_prompt, dict(template_args or {}))
+        rendered = render(model.chat_template, turns, add_generation_prompt, dict(template_args or {}))
     else:
-        rendered = _plain(turns, add_generation_prompt)
+        rendered = render_plain(turns, add_generation_prompt)
     return _tokenize(model, rendered, parts, max_document_tokens)
 
 
@@ -234,78 +225,6 @@ def with_documents(
     return out
 
 
-class KnownTexts:
-    """Texts of known documents, found again inside plain text: exact matches, the longest first, left to right.
-
-    Thread-safe.
-    """
-
-    def __init__(self, documents: Iterable[Document] = (), min_chars: int = MIN_MATCH_CHARS) -> None:
-        self._anchor = max(1, min_chars)
-        self._by_anchor: dict[str, dict[str, Document]] = {}
-        self._lock = threading.Lock()
-        for document in documents:
-            self.add(document)
-
-    def __len__(self) -> int:
-        with self._lock:
-            return sum(len(texts) for texts in self._by_anchor.values())
-
-    def add(self, document: Document) -> None:
-        """Know this document; one shorter than ``min_chars`` is never matched and is ignored."""
-        if len(document.text) >= self._anchor:
-            with self._lock:
-                self._by_anchor.setdefault(document.text[: self._anchor], {})[document.text] = document
-
-    def discard(self, text: str) -> None:
-        """Forget this text."""
-        with self._lock:
-            texts = self._by_anchor.get(text[: self._anchor], {})
-            texts.pop(text, None)
-            if not texts:
-                self._by_anchor.pop(text[: self._anchor], None)
-
-    def split(self, text: str) -> list[str | Document]:
-        """``text`` as texts and documents in order; joined again they are ``text`` to the character."""
-        out: list[str | Document] = []
-        if not self._by_anchor:
-            return [text] if text else []
-        start = at = 0
-        while at + self._anchor <= len(text):
-            found = self._longest(text, at)
-            if found is None:
-                at += 1
-                continue
-            if at > start:
-                out.append(text[start:at])
-            out.append(found)
-            at += len(found.text)
-            start = at
-        if start < len(text):
-            out.append(text[start:])
-        return out
-
-    def _longest(self, text: str, at: int) -> Document | None:
-        """The longest known text that ``text`` has at ``at``."""
-        texts = self._by_anchor.get(text[at : at + self._anchor])
-        if not texts:
-            return None
-        with self._lock:
-            return max((d for t, d in texts.items() if text.startswith(t, at)), key=_length, default=None)
-
-    def match(self, messages: Sequence[Message]) -> list[Message]:
-        """``messages`` with every known text in their plain parts turned into a document."""
-        out = []
-        for message in messages:
-            pieces = [[p] if isinstance(p, Document) else self.split(p) for p in message.parts]
-            out.append(Message(message.role, tuple(itertools.chain.from_iterable(pieces))))
-        return out
-
-
-def _length(document: Document) -> int:
-    return len(document.text)
-
-
 class _Text:
     """Collects adjacent pieces of text into one segment."""
 
@@ -341,7 +260,7 @@ def _tokenize(model: Tokenizer, rendered: str, parts: Sequence[str | Document], 
     segments: list[Segment] = []
     pending = _Text(model)
     seen: list[int] = []
-    for n, piece in enumerate(_PLACEHOLDER.split(rendered)):
+    for n, piece in enumerate(PLACEHOLDER.split(rendered)):
         if n % 2 == 0:
             pending.add(piece, special=True)
         elif piece == "e":
@@ -372,65 +291,3 @@ def _with_bos(model: Tokenizer, segments: list[Segment]) -> Prompt:
     rest = segments[1:] if segments and segments[0].kind == "text" else segments
     ids = tuple(itertools.dropwhile(lambda i: i == bos, first.token_ids))
     return Prompt((Segment("text", (bos, *ids), first.text), *rest))
-
-
-@functools.lru_cache(maxsize=16)
-def _template(source: str) -> Any:
-    """Compile a chat template as transformers does, in jinja2's sandbox: a template is the model file's, not ours."""
-    import jinja2
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"the model's chat template cannot be read: {error}") from error
-
-
-def _raise(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    from datetime import datetime
-
-    return datetime.now().strftime(form)
-
-
-def _render(source: str, turns: list[dict[str, str]], generation: bool, arguments: dict[str, Any]) -> str:
-    """Render; a template that refuses system messages gets them in front of the first user message."""
-    import jinja2
-
-    template = _template(source)
-
-    def render(messages: list[dict[str, str]]) -> str:
-        return str(
-            template.render(
-                messages=messages, add_generation_prompt=generation, bos_token=_BOS, eos_token=_EOS, **arguments
-            )
-        )
-
-    try:
-        return render(turns)
-    except jinja2.TemplateError as error:
-        system = [t["content"] for t in turns if t["role"] == "system"]
-        others = [dict(t) for t in turns if t["role"] != "system"]
-        if system and others:
-            others[0]["content"] = "\n\n".join([*system, others[0]["content"]])
-            try:
-                return render(others)
-            except jinja2.TemplateError:
-                pass
-        raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
-
-
-def _plain(turns: list[dict[str, str]], generation: bool) -> str:
-    def line(role: str, content: str) -> str:
-        return f"{content}\n\n" if role == "system" else f"{role.title()}: {content}\n"
-
-    return "".join(line(**turn) for turn in turns) + ("Assistant:" if generation else "")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -39,8 +41,35 @@ class CacheStats:
         return dataclasses.asdict(self)
 
 
-PREFETCH_SECONDS = 10.0
-"""How long a manifest that is read ahead may take before the attempt is given up."""
+class Totals:
+    """Adds up the records of requests. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collected stream may be counted at any allocation, under the lock too
+        self._stats = CacheStats()
+        self._reasons: Counter[str] = Counter()
+
+    def count(self, record: RequestRecord) -> None:
+        """Count a finished request."""
+        documents = [segment for segment in record.segments if segment.kind == "document"]
+        with self._lock:
+            stats = self._stats
+            stats.requests += 1
+            stats.prompt_tokens += record.prompt_tokens
+            stats.spliced_tokens += record.spliced_tokens
+            stats.recomputed_tokens += record.recomputed_tokens
+            stats.bytes_fetched += record.bytes_fetched
+            for segment in documents:
+                if segment.source == "text":
+                    stats.misses += 1
+                    self._reasons[segment.reason or "unknown"] += 1
+                else:
+                    stats.hits += 1
+
+    def stats(self) -> CacheStats:
+        """A copy of what was counted so far."""
+        with self._lock:
+            return dataclasses.replace(self._stats, miss_reasons=dict(self._reasons))
 
 
 class Stream:

@@ -110,7 +110,7 @@ def run(
         server.fault, server.link = fault, Link(rate=5e6)
         quarters = [work(seconds / 4) for _ in range(4)]
         quarter, after = quarters[0], quarters[-1]
-        loader = cache._loader
+        loader = cache._base.loader
         leaked = loader.bytes_in_flight() + len(loader.flying) if loader is not None else 0
         server.fault = None
         cache.close()

@@ -44,7 +44,7 @@ def run(
     data: str | Path | None = None,
     rates: Sequence[float | None] | float | None = RATES,
     tokens: int = 1024,
-    repeats: int = 3,
+    repeats: int = 5,
     shaping: str = "server",
     real: bool = True,
     simulated: bool = True,

@@ -17,7 +17,8 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, Functio
 
 from cachegen_rag.errors import ConfigError
 from cachegen_rag.inputs import as_document, listed
-from cachegen_rag.prompt import MIN_MATCH_CHARS, Document, KnownTexts, Message, with_documents
+from cachegen_rag.known_texts import MIN_MATCH_CHARS, KnownTexts
+from cachegen_rag.prompt import Document, Message, with_documents
 
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "user", "function": "user"}
 """Roles that every chat template has. Tool results are user turns inside ``<tool_response>``, as Hermes and Qwen do."""

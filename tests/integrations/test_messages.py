@@ -14,7 +14,8 @@ from langchain_core.messages import (
 
 from cachegen_rag.errors import ConfigError
 from cachegen_rag.integrations.langchain.messages import convert
-from cachegen_rag.prompt import Document, KnownTexts
+from cachegen_rag.known_texts import KnownTexts
+from cachegen_rag.prompt import Document
 
 A = "The lighthouse of Alder was built of granite in 1807."
 B = "The lighthouse of Bexley burned whale oil until 1853."
