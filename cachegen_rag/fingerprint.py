@@ -62,7 +62,8 @@ class ModelFingerprint:
 
     def digest(self) -> bytes:
         """SHA-256 (32 bytes) of the canonical encoding."""
-        return hashlib.sha256(b"cachegen-rag fingerprint 1" + canonical_bytes(self)).digest()
+        identity = dataclasses.replace(self, rope=self.rope.identity())
+        return hashlib.sha256(b"cachegen-rag fingerprint 2" + canonical_bytes(identity)).digest()
 
 
 def document_key(

@@ -35,6 +35,13 @@ class RopeSpec:
         """Number of leading key channels that are rotated."""
         return 2 * len(self.inv_freq)
 
+    def identity(self) -> RopeSpec:
+        """The same for telling models apart: frequencies rounded to float32.
+
+        Powers differ in the last bit of a float64 from one CPU to the next, and with them every key of a store would.
+        """
+        return RopeSpec(tuple(np.asarray(self.inv_freq, np.float32).tolist()), self.layout)
+
     @staticmethod
     def plain(
         rotary_dim: int, base: float = 10000.0, layout: PairLayout = "interleaved", scale: float = 1.0

@@ -354,8 +354,8 @@ def family(fingerprint: ModelFingerprint) -> bytes:
 
     Not the weights: a profile fits every quantization of a model, and a wrong one costs bits, never correctness.
     """
-    identity = [fingerprint.tokenizer, fingerprint.shape, list(fingerprint.rope.inv_freq)]
-    return hashlib.sha256(b"cachegen-rag family 1" + canonical_bytes(identity)).digest()
+    identity = [fingerprint.tokenizer, fingerprint.shape, list(fingerprint.rope.identity().inv_freq)]
+    return hashlib.sha256(b"cachegen-rag family 2" + canonical_bytes(identity)).digest()
 
 
 def shipped_profile(fingerprint: ModelFingerprint) -> Profile | None:
