@@ -28,7 +28,7 @@ from cachegen_rag.exact import leading
 from cachegen_rag.foundation import Foundation
 from cachegen_rag.gate import Gate, Keeper
 from cachegen_rag.idle import IdleWork, Interrupted
-from cachegen_rag.inputs import as_document, as_message, listed
+from cachegen_rag.inputs import as_document, as_message, as_token_ids, listed
 from cachegen_rag.known_texts import KnownTexts
 from cachegen_rag.library import CHUNK_TOKENS, Library
 from cachegen_rag.metrics import RequestRecord
@@ -373,12 +373,10 @@ class KVCache:
 
         Raises ContextOverflowError before any compute if prompt and answer do not fit.
         """
-        expect("prompt", prompt, Prompt, "a Prompt, as KVCache.prompt() makes it")
+        _check_prompt(prompt)
         expect("sampling", sampling, (Sampling, type(None)), "a Sampling or None")
         expect_callable("cancelled", cancelled)
         sampling = sampling or Sampling()
-        if not len(prompt):
-            raise ConfigError("the prompt is empty")
         prompt.require_fits(self.model.n_ctx, min(sampling.max_tokens or 1, self.model.n_ctx))
         record = RequestRecord(model=self.model.name, prompt_tokens=len(prompt))
         return Stream(record, self.idle.during(self._tokens(prompt, sampling, spliced, record, cancelled)))
@@ -446,8 +444,12 @@ class KVCache:
         """Logits float32 ``[len(answer), vocabulary]`` that the model gives each token of ``answer`` behind ``prompt``.
 
         For comparing the spliced path with the text path. Not counted as a request.
+
+        Raises ConfigError if ``answer`` is empty or not token ids, ModelError for ids that are not in the vocabulary,
+        ContextOverflowError if prompt and answer do not fit.
         """
-        return self._logits(prompt, answer, spliced, None)
+        _check_prompt(prompt)
+        return self._logits(prompt, as_token_ids("answer", answer), spliced, None)
 
     def _logits(
         self, prompt: Prompt, answer: Sequence[int], spliced: bool, cancelled: Callable[[], bool] | None
@@ -499,6 +501,12 @@ class KVCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_prompt(prompt: Prompt) -> None:
+    expect("prompt", prompt, Prompt, "a Prompt, as KVCache.prompt() makes it")
+    if not len(prompt):
+        raise ConfigError("the prompt is empty")
 
 
 def _tell(name: str, observer: Callable[[T], None] | None, what: T) -> None:

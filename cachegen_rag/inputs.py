@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,3 +38,17 @@ def as_message(item: Any) -> Message:
     if not isinstance(item, Mapping) or not {"role", "content"} <= set(item):
         raise ConfigError(f"a message is a Message or a mapping with role and content, got {type(item).__name__}")
     return Message.of(item["role"], "" if item["content"] is None else item["content"])
+
+
+def as_token_ids(name: str, ids: Any) -> list[int]:
+    """A sequence of whole numbers, not empty, as a list of int."""
+    try:
+        items = list(ids)
+        if isinstance(ids, (str, bytes)) or any(isinstance(i, bool) for i in items):
+            raise TypeError
+        out = [operator.index(i) for i in items]
+    except TypeError:
+        raise ConfigError(f"{name} must be a list of token ids, got {ids!r:.80}") from None
+    if not out:
+        raise ConfigError(f"{name} is empty: it needs at least one token id")
+    return out

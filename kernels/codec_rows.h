@@ -28,22 +28,8 @@ static void add_terms_portable(const Term *term, int64_t n, const int8_t *tile, 
 }
 
 #if CG_X86
-__attribute__((target("avx2,fma"))) static void add_terms_avx2(const Term *term, int64_t n, const int8_t *tile,
-                                                               const float *init, float *out) {
-  __m256 sum[TILE / 8];
-  for (int j = 0; j < TILE / 8; j++) sum[j] = _mm256_loadu_ps(init + 8 * j);
-  for (int64_t i = 0; i < n; i++) {
-    const int8_t *row = tile + term[i].at;
-    __m256 v = _mm256_set1_ps(term[i].value);
-    for (int j = 0; j < TILE / 8; j++) {
-      __m256i b = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(row + 8 * j)));
-      sum[j] = _mm256_fmadd_ps(v, _mm256_cvtepi32_ps(b), sum[j]);
-    }
-  }
-  for (int j = 0; j < TILE / 8; j++) _mm256_storeu_ps(out + 8 * j, sum[j]);
-}
-
-/* Two terms in fixed point: sums of int16 times int8 in 32 bits are exact, and take half of float32's instructions. */
+/* Two terms in fixed point: sums of int16 times int8 in 32 bits are exact, and take half of float32's instructions, or two
+ * thirds without VNNI. */
 typedef struct {
   int32_t at[2];
   int16_t value[2];
@@ -51,7 +37,7 @@ typedef struct {
 } Pair;
 
 /* A list of terms in pairs. Values are scaled so that neither they nor their sums overflow. */
-__attribute__((target("avx512f,avx512bw,avx512vl"))) static void pair_terms(const Term *term, int64_t n, Pair *pair) {
+static void pair_terms(const Term *term, int64_t n, Pair *pair) {
   float most = 0, all = 0;
   for (int64_t i = 0; i < n; i++) {
     float size = fabsf(term[i].value);
@@ -67,6 +53,25 @@ __attribute__((target("avx512f,avx512bw,avx512vl"))) static void pair_terms(cons
     int32_t high = i + 1 < n ? _mm_cvtss_si32(_mm_set_ss(second->value * per_unit)) : 0;
     pair[i / 2] = (Pair){{term[i].at, second->at}, {(int16_t)low, (int16_t)high}, unit};
   }
+}
+
+__attribute__((target("avx2,fma"))) static void add_pairs_avx2(const Pair *pair, int64_t n, const int8_t *tile,
+                                                               const float *init, float *out) {
+  __m256i sum[TILE / 8];
+  for (int j = 0; j < TILE / 8; j++) sum[j] = _mm256_setzero_si256();
+  for (int64_t i = 0; i < n; i++) {
+    const int8_t *a = tile + pair[i].at[0], *b = tile + pair[i].at[1];
+    __m256i v = _mm256_set1_epi32(pair_at(pair[i].value));
+    for (int j = 0; j < TILE / 16; j++) {
+      __m128i x = _mm_loadu_si128((const __m128i *)(a + 16 * j)), y = _mm_loadu_si128((const __m128i *)(b + 16 * j));
+      __m256i low = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y)), high = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x, y));
+      sum[2 * j] = _mm256_add_epi32(sum[2 * j], _mm256_madd_epi16(v, low));
+      sum[2 * j + 1] = _mm256_add_epi32(sum[2 * j + 1], _mm256_madd_epi16(v, high));
+    }
+  }
+  __m256 unit = _mm256_set1_ps(n ? pair->unit : 0);
+  for (int j = 0; j < TILE / 8; j++)
+    _mm256_storeu_ps(out + 8 * j, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[j]), unit, _mm256_loadu_ps(init + 8 * j)));
 }
 
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))) static void add_pairs_avx512(
@@ -103,7 +108,7 @@ typedef struct {
   int64_t room;        /* terms of a token */
   Term *term;          /* [BLOCK][room] */
 #if CG_X86
-  Pair *pair; /* the same in pairs, for AVX-512; a list has one more than half as many */
+  Pair *pair; /* the same in pairs, for AVX2 and up; a list has one more than half as many */
 #endif
 } Terms;
 
@@ -123,7 +128,7 @@ static inline void add_terms(const Terms *terms, int64_t token, int64_t part, co
     return;
   }
   if (isa == 1) {
-    add_terms_avx2(term, n, tile, init, out);
+    add_pairs_avx2(pairs_of(terms, token, part), (n + 1) / 2, tile, init, out);
     return;
   }
 #endif
@@ -272,8 +277,8 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
   terms.term = malloc((size_t)(BLOCK * columns + 1) * sizeof *terms.term);
   int ready = terms.base && terms.end && terms.term;
 #if CG_X86
-  terms.pair = isa == 2 ? malloc((size_t)(BLOCK * (columns / 2 + parts)) * sizeof *terms.pair) : NULL;
-  ready = ready && (isa != 2 || terms.pair);
+  terms.pair = isa >= 1 ? malloc((size_t)(BLOCK * (columns / 2 + parts)) * sizeof *terms.pair) : NULL;
+  ready = ready && (isa < 1 || terms.pair);
 #endif
   float *zeros = calloc(TILE, 4), back[BLOCK];
   int16_t *fixed = calloc((size_t)(BLOCK * (joint + 1)) + 1, sizeof *fixed);
@@ -294,7 +299,7 @@ API int cg_reconstruct(const int8_t *symbols, int64_t rows, const Column *column
       e += list_terms(symbols + (first + t) * columns, column, columns, (first + t) * columns, escape_at + e,
                       escape_value + e, escapes - e, gain[first + t], terms.term + t * columns, end);
 #if CG_X86
-      for (int64_t i = 0; isa == 2 && i <= n_cells; i++)
+      for (int64_t i = 0; isa >= 1 && i <= n_cells; i++)
         pair_terms(terms.term + t * columns + terms.base[i], end[i] - terms.base[i], pairs_of(&terms, t, i));
 #endif
     }

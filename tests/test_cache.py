@@ -19,6 +19,7 @@ from cachegen_rag import cache as cache_module
 from cachegen_rag.errors import (
     ConfigError,
     ContextOverflowError,
+    ModelError,
     StoreFullError,
     StoreUnavailableError,
     UnknownLevelError,
@@ -546,6 +547,9 @@ def test_settings_of_a_wrong_type(tiny_model: Any, name: str, value: Any) -> Non
         ("prompt", lambda cache, prompt, value: cache.stream(value)),
         ("sampling", lambda cache, prompt, value: cache.stream(prompt, value)),
         ("cancelled", lambda cache, prompt, value: cache.stream(prompt, cancelled=value)),
+        ("prompt", lambda cache, prompt, value: cache.logits(value, [1])),
+        ("answer", lambda cache, prompt, value: cache.logits(prompt, value)),
+        ("answer", lambda cache, prompt, value: cache.logits(prompt, [1, value])),
         ("progress", lambda cache, prompt, value: cache.prefill(TEXTS[:1], value)),
         ("limit", lambda cache, prompt, value: cache.learn(value)),
         ("documents", lambda cache, prompt, value: cache.store_leading(prompt, value)),
@@ -557,6 +561,22 @@ def test_settings_of_a_wrong_type(tiny_model: Any, name: str, value: Any) -> Non
 def test_arguments_of_a_wrong_type(cache: KVCache, name: str, call: Any, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         call(cache, ask(cache, TEXTS[:1]), value)
+
+
+@pytest.mark.parametrize("answer", ["text", b"ids", [], [1.0], None, [None], [[1]]], ids=repr)
+def test_answers_that_are_no_token_ids(cache: KVCache, answer: Any) -> None:
+    with pytest.raises(ConfigError, match="answer"):
+        cache.logits(ask(cache, TEXTS[:1]), answer)
+
+
+def test_answers_that_the_model_cannot_have_given(cache: KVCache) -> None:
+    for wrong in (-1, 1 << 40):
+        with pytest.raises(ModelError, match="vocabulary"):
+            cache.logits(ask(cache, TEXTS[:1]), [1, wrong, 1])
+    with pytest.raises(ContextOverflowError):
+        cache.logits(ask(cache, TEXTS[:1]), [1] * cache.model.n_ctx)
+    with pytest.raises(ConfigError, match="empty"):
+        cache.logits(Prompt(()), [1])
 
 
 @pytest.mark.parametrize("profile", [b"x", 5, "no such file", "\0", Path("/")], ids=repr)

@@ -29,14 +29,12 @@ def test_digests_are_pinned():
 def test_the_last_bits_of_frequencies_play_no_part(rotary_dim, base, scale):
     """``base ** x`` has other last bits on other CPUs; a store is shared by all of them."""
     rope = RopeSpec.plain(rotary_dim, base, scale=scale)
-    exact = np.array(rope.inv_freq)
+    exact, model = np.array(rope.inv_freq), dataclasses.replace(MODEL, rope=rope)
     for ulps in (-4, -1, 1, 4):
-        other = dataclasses.replace(
-            MODEL, rope=RopeSpec(tuple((exact + ulps * np.spacing(exact)).tolist()), rope.layout)
-        )
+        frequencies = (exact + ulps * np.spacing(exact)).tolist()
+        other = dataclasses.replace(MODEL, rope=RopeSpec(tuple(frequencies), rope.layout))
         assert other.rope != rope
-        assert other.digest() == dataclasses.replace(MODEL, rope=rope).digest()
-        assert family(other) == family(dataclasses.replace(MODEL, rope=rope))
+        assert other.digest() == model.digest() and family(other) == family(model)
 
 
 @pytest.mark.parametrize(
