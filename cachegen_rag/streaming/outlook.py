@@ -41,7 +41,7 @@ class Outlook:
         self._status: list[Status] = ["waiting"] * len(self.parts)
         self._left: dict[int, int] = {}  # bytes that have not arrived yet, of what is being fetched
         self._progress: dict[int, tuple[float, int]] = {}  # when a piece worth the name last came, bytes left then
-        self._shared = False  # decoding and the engine use the same cores
+        self._shared = loader.shared_cores
         self._at = 0  # the part the model is at
         self._done = 0  # tokens of it that are computed
         slowest = loader.text.seconds(sum(len(p.token_ids) for p in parts), 0)

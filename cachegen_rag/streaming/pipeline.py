@@ -53,6 +53,7 @@ class Loader:
         self.remote = store.remote and isinstance(store, FetchStore)
         self.fill = fill and self.remote
         self.lock = threading.RLock()
+        self.shared_cores = True  # decoding and the engine use the same; known when the first target is attached
         self.stopped = False  # no decode is begun any more
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="cachegen-load")
         rate, round_trip = self.costs.link(store.url)

@@ -84,7 +84,7 @@ class Transfer(Outlook):
         """Where part ``i`` goes; needed before it can be decoded."""
         with self._lock:
             self._targets[i] = target
-            self._shared = isinstance(target.keys[0], np.ndarray)
+            self._shared = self._loader.shared_cores = isinstance(target.keys[0], np.ndarray)
             if self._status[i] == "arrived":
                 self._decode_soon(i)
 

@@ -156,7 +156,7 @@ class TestRemote:
         assert sum(run.taken[:6]) < sum(run.taken[6:]) or prior != 1.0  # the front was computed, the back fetched
         loader.close()
 
-    @pytest.mark.parametrize("share", [0.3, 1.0])
+    @pytest.mark.parametrize("share", [0.5, 1.0])
     def test_the_engine_and_decoding_take_turns(self, server, remote, share):
         """Both want every core: an engine slowed down by a decoder is slowed down more than the decoder gains."""
         library = Library(server, FakeCodec(0.02), count=12)
@@ -187,6 +187,18 @@ class TestRemote:
                 loader.costs.record(decode_key(codec, level), seconds)
         transfer = loader.open(library.parts(), due=time.monotonic() + 5)
         assert transfer._decodes[:, 0] / TOKENS == pytest.approx([4e-3, 4e-3, 2e-3, 2e-3])
+        transfer.close()
+        loader.close()
+
+    def test_the_first_decision_knows_what_decoding_costs(self, server, remote):
+        """It is made before any target says where decoding takes place."""
+        codec = FakeCodec()
+        library, loader = Library(server, codec, sizes=(2000, 1900)), make_loader(remote, 1e8, speed=100.0)
+        for level, seconds in ((1, 4e-3), (2, 1e-3)):
+            for _ in range(2):  # the first of a process only warms up
+                loader.costs.record(decode_key(codec, level), seconds)
+        transfer = loader.open(library.parts(), due=time.monotonic() + 1e-3, prefix=400)
+        assert transfer.outcomes[0].level == 2
         transfer.close()
         loader.close()
 
