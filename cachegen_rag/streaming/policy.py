@@ -28,7 +28,7 @@ MISSING = 1e15
 COMPUTING_RESERVE = 0.05
 """Share of a target that stays unused where all that is left is computed: engines are steadier than links."""
 
-NEARLY = 0.03
+NEARLY = 0.02
 """Share of a time within which two plans are taken for equally early: what is measured is not known better."""
 
 LONG_SHOT = 3.0
@@ -101,26 +101,32 @@ def finish_times(work: Work, rate: float, round_trip: float = 0.0) -> tuple[Floa
     Also the unfetched chunks' indices; ``k`` goes from 0 to their number.
     """
     todo = (~work.fetched).nonzero()[0]
-    count, splice = len(todo), np.atleast_2d(work.splice)
+    count, splice = len(todo), work.splice if work.splice.ndim == 2 else work.splice[None]
+    left = _of(todo, work)
     suffix = splice[:, ::-1].cumsum(axis=1)[:, ::-1]  # the model's cost from a chunk on, if all is fetched
     extra = np.zeros((len(splice), count + 1))  # the model's additional cost for computing the first k
-    (work.text - splice)[:, todo].cumsum(axis=1, out=extra[:, 1:])
+    (work.text - splice)[:, left].cumsum(axis=1, out=extra[:, 1:])
     model = extra + (work.model_free + (suffix[:, :1] if suffix.size else 0.0))
-    for i in (work.fetched & (work.ready > work.model_free)).nonzero()[0]:
+    for i in (work.fetched & (work.ready > work.model_free)).nonzero()[0] if count < len(work.fetched) else ():
         at = todo.searchsorted(i)
         later = extra - extra[:, at : at + 1]  # computed chunks behind i wait for it too
         np.maximum(model, work.ready[i] + suffix[:, i : i + 1] + np.maximum(later, 0.0), out=model)
     times = np.empty((len(work.sizes), count + 1))
     if count:
         seconds = np.zeros((len(work.sizes), count + 1))
-        (work.sizes[:, todo] / rate).cumsum(axis=1, out=seconds[:, 1:])
-        done = seconds[:, 1:] + work.decode[:, todo] + suffix[:, todo]
+        (work.sizes[:, left] / rate).cumsum(axis=1, out=seconds[:, 1:])
+        done = seconds[:, 1:] + work.decode[:, left] + suffix[:, left]
         latest = np.maximum.accumulate(done[:, ::-1], axis=1)[:, ::-1]
         latest += max(work.link_free, 0.0) + round_trip
         np.maximum(latest - seconds[:, :count], model[:, :count], out=times[:, :count])
     times[:, count] = model[:, count]
     times += work.tail
     return times, todo
+
+
+def _of(todo: NDArray[np.int64], work: Work) -> slice | NDArray[np.int64]:
+    """An index of what is left: a slice, which copies nothing, as long as that is everything."""
+    return slice(None) if len(todo) == len(work.fetched) else todo
 
 
 class Planner:
@@ -152,14 +158,13 @@ class Planner:
             level, k = _soonest(times)
             return _earliest(work, link, todo, k, level, float(times[level, k]))
         losses = np.zeros_like(times)
-        losses[:, :-1] = work.losses[:, todo][:, ::-1].cumsum(axis=1)[:, ::-1]
+        losses[:, :-1] = work.losses[:, _of(todo, work)][:, ::-1].cumsum(axis=1)[:, ::-1]
         first = fits.argmax(axis=0)  # the finest level that fits, for each k
         finer = np.maximum(first - 1, 0)
         columns = np.arange(times.shape[1])
         time, loss = times[first, columns], losses[first, columns]
         room = times[finer, columns] - time  # 0 where no level is finer
-        share = np.zeros_like(time)
-        np.divide(target - time, room, out=share, where=room > 0)
+        share = (target - time) / np.where(room > 0, room, math.inf)
         mixed = loss - share * (loss - losses[finer, columns])
         mixed[~fits.any(axis=0)] = math.inf
         k = int(np.lexsort((time, mixed))[0])

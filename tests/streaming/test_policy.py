@@ -98,7 +98,7 @@ class TestPlanner:
         decision = Planner().decide(even, Link(1e9), 0.01)
         assert (decision.fetch, decision.level, decision.compute) == (0, 0, 0)
         near = make_work(2, text=1.0, splice=0.02, decode=0.0)
-        rate = float(near.sizes[1].sum() / 1.03)  # fetching both ends 1 % after computing one and fetching the other
+        rate = float(near.sizes[1].sum() / 1.01)  # fetching both ends 1 % after computing one and fetching the other
         assert Planner().decide(near, Link(rate)).compute == 0
 
     def test_without_a_target_the_default_level_is_kept(self):
