@@ -21,7 +21,7 @@ def private_cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def no_costs_measured_before(private_cache_home: None) -> None:
-    """What tests before measured on a tiny model, on a busy machine, may say that computing is faster than the store."""
+    """What earlier tests measured of a tiny model on a busy machine may say that computing is faster than the store."""
     from cachegen_rag.config import user_cache
 
     (user_cache() / "costs.json").unlink(missing_ok=True)

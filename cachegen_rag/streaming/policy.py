@@ -31,6 +31,9 @@ COMPUTING_RESERVE = 0.05
 NEARLY = 0.02
 """Share of a time within which two plans are taken for equally early: what is measured is not known better."""
 
+SAME = 0.002
+"""The same for the choice of a level, which is made anew for every chunk: what each gives away would add up."""
+
 LONG_SHOT = 3.0
 """A chunk that nobody waits for is still fetched if it is expected within this many times the time left."""
 
@@ -174,9 +177,8 @@ class Planner:
 
 def _soonest(times: Floats) -> tuple[int, int]:
     """Of the plans that are about the earliest, the finest level, and the fewest chunks to compute at it."""
-    near = times <= times.min() * (1 + NEARLY)
-    level = int(near.any(axis=1).argmax())
-    return level, int(near[level].argmax())
+    level = int((times.min(axis=1) <= times.min() * (1 + SAME)).argmax())
+    return level, int((times[level] <= times[level].min() * (1 + NEARLY)).argmax())
 
 
 def _earliest(work: Work, link: Link, todo: NDArray[np.int64], k: int, level: int, time: float) -> Decision:

@@ -101,6 +101,18 @@ class TestPlanner:
         rate = float(near.sizes[1].sum() / 1.01)  # fetching both ends 1 % after computing one and fetching the other
         assert Planner().decide(near, Link(rate)).compute == 0
 
+    def test_what_single_chunks_give_away_does_not_add_up(self):
+        """At the earliest possible token, many chunks at levels that are each nearly as early are not early together."""
+        count = 16
+        splice = np.array([[0.030], [0.026], [0.022], [0.018]]) * np.ones(count)  # finer levels are slower to decode
+        work = make_work(count, text=9.0, splice=0.0, decode=0.0)
+        work.splice, work.sizes[:] = splice.copy(), 1000.0
+        for i in range(count):
+            decision = Planner().decide(work, Link(1e9), 1e-3)
+            assert decision.fetch == i
+            work.fetched[i], work.splice[:, i] = True, splice[decision.level, i]
+        assert work.splice[0].sum() <= splice[-1].sum() * 1.01
+
     def test_without_a_target_the_default_level_is_kept(self):
         for rate in np.geomspace(1e4, 1e9, 12):
             assert Planner().decide(make_work(default=2), Link(float(rate))).level in (2, None)
