@@ -102,7 +102,7 @@ class TestPlanner:
         assert Planner().decide(near, Link(rate)).compute == 0
 
     def test_what_single_chunks_give_away_does_not_add_up(self):
-        """At the earliest possible token, many chunks at levels that are each nearly as early are not early together."""
+        """Many chunks at levels that are each nearly as early as the earliest are not early together."""
         count = 16
         splice = np.array([[0.030], [0.026], [0.022], [0.018]]) * np.ones(count)  # finer levels are slower to decode
         work = make_work(count, text=9.0, splice=0.0, decode=0.0)
