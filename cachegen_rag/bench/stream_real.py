@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import secrets
@@ -237,6 +238,7 @@ class _Bench:
         with self.cache(mode, level) as cache:
             self.warm(cache, self.sizes if mode == "soonest" else [self.default if level is None else level])
             prompt = cache.prompt([{"role": "user", "content": QUESTION.format(self.asked)}], [self.document])
+            gc.collect()  # the caches opened for the requests before are no application's garbage
             with cache.stream(prompt, Sampling(max_tokens=1), spliced=mode != "text") as stream:
                 list(stream)
                 record = stream.record

@@ -78,6 +78,7 @@ class TestLocal:
         assert run.taken == [0] * 6 and run.reasons[0] == "level 3 is not stored"
         loader.close()
 
+    @pytest.mark.costs
     def test_a_store_slower_than_computing_is_not_asked_and_says_so(self, store):
         library, loader = Library(store, FakeCodec(0.15)), make_loader(store)
         slow = drive(loader, library, speed=50 * SPEED)
