@@ -21,7 +21,7 @@ def private_cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def stores_are_fast_enough(private_cache_home: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    """A tiny model computes in milliseconds, and on a busy machine sooner than a store answers: it is asked nevertheless.
+    """A tiny model may compute sooner than a store answers, on a busy machine above all: it is asked nevertheless.
 
     Tests marked ``costs`` are about that choice. Nothing is known either of what tests before measured.
     """
