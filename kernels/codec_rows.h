@@ -123,12 +123,8 @@ static inline void add_terms(const Terms *terms, int64_t token, int64_t part, co
   const Term *term = terms->term + token * terms->room + terms->base[part];
   int64_t n = terms->end[token * terms->parts + part] - terms->base[part];
 #if CG_X86
-  if (isa == 2) {
-    add_pairs_avx512(pairs_of(terms, token, part), (n + 1) / 2, tile, init, out);
-    return;
-  }
-  if (isa == 1) {
-    add_pairs_avx2(pairs_of(terms, token, part), (n + 1) / 2, tile, init, out);
+  if (isa >= 1) {
+    (isa == 2 ? add_pairs_avx512 : add_pairs_avx2)(pairs_of(terms, token, part), (n + 1) / 2, tile, init, out);
     return;
   }
 #endif

@@ -64,7 +64,8 @@ def run(
 
     summary:
         ttft_vs_best_p95    : 95th percentile over real requests of ours / min(fixed level, text) at that rate: without
-            a target against the default level, asked for the earliest at any level against the best of all levels
+            a target against the default level, asked for the earliest at any level against the best of all levels.
+            ttft_best_vs_itself_p95 is the same of the better one's own requests over their median: noise
         regret_mean         : mean excess of our simulated TTFT over the clairvoyant optimum's, no target
         target_miss_excess  : share of simulated requests that miss a target the optimum meets
         kl_vs_cachegen_rule : our expected KL over that of CacheGen's rule at equal misses: the rule plans for the

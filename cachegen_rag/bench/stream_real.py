@@ -116,7 +116,10 @@ def _summary(
     ratios: dict[str, list[float]] = {"ours": [], "soonest": [], "noise": []}
     for rate in rates:
         here = [row for row in rows if row["mbit_s"] == rate]
-        fixed = {level: [r for r in here if r["mode"] == "level" and r["level"] == level] for level in _levels(here)}
+        fixed: dict[int, list[dict[str, Any]]] = {}
+        for row in here:
+            if row["mode"] == "level":
+                fixed.setdefault(row["level"], []).append(row)
         for mode, levels in (("ours", [default]), ("soonest", list(fixed))):
             rivals = [[r for r in here if r["mode"] == "text"], *(fixed[level] for level in levels)]
             best = min(rivals, key=_median)
@@ -132,10 +135,6 @@ def _summary(
         "overlap_ratio": float(np.median([r["overlap"] for r in rows if r["mode"] == "overlap"])),
         "both_ends_speedup": min(_ttft(both, "text"), _ttft(both, "level")) / _ttft(both, "ours"),
     }
-
-
-def _levels(rows: list[dict[str, Any]]) -> list[int]:
-    return sorted({row["level"] for row in rows if row["mode"] == "level"})
 
 
 def _median(rows: list[dict[str, Any]]) -> float:
@@ -181,12 +180,10 @@ class _Bench:
         """
         network = {level: size / (mbit * MBIT) if mbit else 0.0 for level, size in self.sizes.items()}
         hopeless = {level for level, seconds in network.items() if seconds > HOPELESS * self.text_s}
-        entrants: list[tuple[str, int | None]] = [("text", None), ("ours", None), ("level", self.default)]
+        levels = [level for level in network if level not in hopeless and (others or level == self.default)]
+        entrants: list[tuple[str, int | None]] = [("text", None), ("ours", None), *(("level", n) for n in levels)]
         if others:
             entrants.append(("soonest", None))
-            entrants += [("level", level) for level in network if level not in {self.default, *hopeless}]
-        if self.default in hopeless:
-            entrants.remove(("level", self.default))
         rows = [self.ask("level", mbit, self.default)]  # the first tells the link's rate, as yesterday's requests did
         for turn in range(repeats):
             first = turn % len(entrants)

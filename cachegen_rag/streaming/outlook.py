@@ -41,7 +41,6 @@ class Outlook:
         self._status: list[Status] = ["waiting"] * len(self.parts)
         self._left: dict[int, int] = {}  # bytes that have not arrived yet, of what is being fetched
         self._progress: dict[int, tuple[float, int]] = {}  # when a piece worth the name last came, bytes left then
-        self._shared = loader.shared_cores
         self._at = 0  # the part the model is at
         self._done = 0  # tokens of it that are computed
         slowest = loader.text.seconds(sum(len(p.token_ids) for p in parts), 0)
@@ -76,7 +75,7 @@ class Outlook:
     def _work(self, now: float, link_free: float) -> Work:
         """What is left of the request from the part the model is at."""
         a = self._at
-        status = self._status[a:]
+        status, shared = self._status[a:], self._loader.shared_cores
         text, splice = self._text[a:].copy(), np.tile(self._splice[a:], (len(self._sizes), 1))
         if self._done and len(text):
             share = 1 - self._done / len(self.parts[a].token_ids)
@@ -86,11 +85,11 @@ class Outlook:
             if state == "failed":
                 splice[:, j] = text[j]
             elif state == "waiting":
-                splice[:, j] += decodes[:, j] * self._shared  # decoding then takes the model's time
+                splice[:, j] += decodes[:, j] * shared  # decoding then takes the model's time
             elif state != "ready":
-                ready[j] = self._network_wait(a + j, now)[0] if self._shared else self._expected(a + j, now)
-                splice[:, j] += self._decode_seconds(a + j) * self._shared
-        if self._shared:
+                ready[j] = self._network_wait(a + j, now)[0] if shared else self._expected(a + j, now)
+                splice[:, j] += self._decode_seconds(a + j) * shared
+        if shared:
             decodes = np.zeros_like(decodes)
         return Work(
             self._sizes[:, a:],
@@ -150,7 +149,7 @@ class Outlook:
         piece = self._slice(i, done, SLICE_SECONDS)
         late = PATIENCE * text.seconds(piece, start + done)
         if self._status[i] in ("arrived", "decoding"):
-            return piece if not self._shared and self._expected(i, now) > late else 0
+            return piece if not self._loader.shared_cores and self._expected(i, now) > late else 0
         wait, silent = self._network_wait(i, now)
         if wait > PATIENCE * text.seconds(len(self.parts[i].token_ids) - done, start + done):
             return self._slice(i, done, STRETCH_SECONDS)

@@ -84,7 +84,7 @@ class Transfer(Outlook):
         """Where part ``i`` goes; needed before it can be decoded."""
         with self._lock:
             self._targets[i] = target
-            self._shared = self._loader.shared_cores = isinstance(target.keys[0], np.ndarray)
+            self._loader.shared_cores = isinstance(target.keys[0], np.ndarray)
             if self._status[i] == "arrived":
                 self._decode_soon(i)
 
@@ -130,7 +130,7 @@ class Transfer(Outlook):
 
         An engine's threads wait for each other at every operation: one that has to share its core stops them all.
         """
-        if self._shared:
+        if self._loader.shared_cores:
             self._computing = True
             if len(self._held()) >= self._loader.threads:
                 self._decode_held()
@@ -244,7 +244,7 @@ class Transfer(Outlook):
             else:
                 self.outcomes[i].bytes = len(data)
                 self._data[i], self._status[i] = data, "arrived"
-                if self._targets[i] is not None and not (self._shared and self._computing):
+                if self._targets[i] is not None and not (self._loader.shared_cores and self._computing):
                     self._decode_soon(i)
             self._schedule()
             self._changed.notify_all()
